@@ -1,0 +1,131 @@
+"""One job: a prefill or a decode step of one sequence, and the states of specification §4.2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, IntEnum
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from attrs import define, field
+
+from ..errors import IllegalTransition, RequestError
+from ..manifest import TaskKind
+
+if TYPE_CHECKING:
+    from .buffers import BufferLease
+    from .request import RequestState
+
+
+class JobState(Enum):
+    """The states of §4.2, in the order of a job's life."""
+
+    CREATED = "created"  # checked, not yet queued
+    ADMITTED = "admitted"  # KV reserved; waits for its turn and a buffer
+    PREPARING = "preparing"  # holds a buffer lease; inputs are being copied
+    QUEUED = "queued"  # prepared; the submitter has it
+    SUBMITTED = "submitted"  # infer() succeeded: the device owns the buffers
+    COMPLETING = "completing"  # Wait() returned well; output is being checked and converted
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCEL_REQUESTED = "cancel_requested"  # given up while the device owns it; Wait() is still due
+    QUARANTINED = "quarantined"  # ended, and its buffers are never used again
+
+    # Identity, as for every Enum; said here because hashing by name costs on the hot path.
+    __hash__ = object.__hash__
+
+
+_S = JobState
+
+TRANSITIONS: Mapping[JobState, frozenset[JobState]] = MappingProxyType(
+    {
+        _S.CREATED: frozenset({_S.ADMITTED, _S.FAILED}),
+        _S.ADMITTED: frozenset({_S.PREPARING, _S.FAILED}),
+        _S.PREPARING: frozenset({_S.QUEUED, _S.FAILED}),
+        _S.QUEUED: frozenset({_S.SUBMITTED, _S.CANCEL_REQUESTED, _S.FAILED, _S.QUARANTINED}),
+        _S.SUBMITTED: frozenset({_S.COMPLETING, _S.CANCEL_REQUESTED, _S.QUARANTINED}),
+        _S.COMPLETING: frozenset({_S.SUCCEEDED, _S.FAILED, _S.CANCEL_REQUESTED, _S.QUARANTINED}),
+        _S.CANCEL_REQUESTED: frozenset({_S.FAILED, _S.QUARANTINED}),
+        _S.SUCCEEDED: frozenset(),
+        _S.FAILED: frozenset(),
+        _S.QUARANTINED: frozenset(),
+    }
+)
+
+
+class EngineSlot(IntEnum):
+    """Which engine a job is bound to (§4.2); further engines of a what-if are 2, 3, …"""
+
+    AUTO = -1
+    PING = 0
+    PONG = 1
+
+
+def engine_name(engine: int) -> str:
+    """``auto``, ``ping``, ``pong``, ``engine2``, …"""
+    return EngineSlot(engine).name.lower() if engine <= 1 else f"engine{engine}"
+
+
+@define(slots=True, eq=False)
+class JobTimings:
+    """When each step of a job happened, in ns of the executor's clock; ``None`` until it has."""
+
+    accepted_ns: int
+    admitted_ns: int | None = None
+    queued_ns: int | None = None  # prepared, and handed to the submitter
+    infer_ns: int | None = None  # infer() called
+    submitted_ns: int | None = None  # infer() returned well
+    waited_ns: int | None = None  # Wait() returned
+    ended_ns: int | None = None  # resources given back
+    answered_ns: int | None = None  # the caller has its result or its error
+
+
+@define(slots=True, eq=False)
+class Job:
+    """One job. Only :class:`~caltrio.core.scheduler.Core` changes it.
+
+    Three things end separately: the caller's wait (``answered``), the device's use of the buffers,
+    and the job itself (a final state), which needs both.
+    """
+
+    job_id: int
+    request: RequestState
+    request_id: int
+    sequence_id: int
+    generation_id: int
+    kind: TaskKind
+    token_count: int
+    past_len: int
+    step: int
+    timings: JobTimings
+    engine: int = EngineSlot.AUTO
+    state: JobState = JobState.CREATED
+    cancel_requested: bool = False
+    answered: bool = False
+    error: RequestError | None = None
+    lease: BufferLease | None = None
+    holds_permit: bool = False
+    admission_deadline_ns: int | None = None
+    queue_deadline_ns: int | None = None
+    execution_deadline_ns: int | None = None
+    # What the device reports (a StageTimes) and who waits (a trio task): opaque here.
+    stages: object = None
+    waiter: object = field(default=None, repr=False)
+
+    def to(self, state: JobState) -> None:
+        """Take one legal step. Raises :class:`IllegalTransition`."""
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransition(
+                f"job {self.job_id} cannot go from {self.state.value} to {state.value}"
+            )
+        self.state = state
+
+    @property
+    def on_device(self) -> bool:
+        """May the device be reading or writing this job's buffers?"""
+        return self.holds_permit and self.timings.infer_ns is not None
+
+    @property
+    def final(self) -> bool:
+        """Has the job ended?"""
+        return not TRANSITIONS[self.state]

@@ -1,0 +1,190 @@
+"""Strict TOML: every unknown key, wrong type or wrong unit is one line that names file and key."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NewType, TypeVar, get_args, get_origin
+
+import cattrs
+from attrs import fields, has
+from cattrs.gen import make_dict_structure_fn, override
+from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
+
+from . import units
+from .errors import InputError
+
+Ns = NewType("Ns", int)
+Ps = NewType("Ps", int)
+Bytes = NewType("Bytes", int)
+Bandwidth = NewType("Bandwidth", int)
+
+T = TypeVar("T")
+
+
+def _text(parse: Callable[[str], int]) -> Callable[[Any, Any], int]:
+    def structure(value: Any, _type: Any) -> int:
+        if not isinstance(value, str):
+            raise ValueError(f"{value!r} has no unit; write it as text with one, as in \"40ms\"")
+        return parse(value)
+
+    return structure
+
+
+def _exactly(kind: type) -> Callable[[Any, Any], Any]:
+    names = {int: "a whole number", str: "text in quotes", bool: "true or false"}
+
+    def structure(value: Any, _type: Any) -> Any:
+        # bool is an int to Python, but not to the person who wrote the file.
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{value!r} is not {names[kind]}")
+        return value
+
+    return structure
+
+
+def _number(value: Any, _type: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{value!r} is not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r} is not a finite number")
+    return number
+
+
+def converter() -> cattrs.Converter:
+    """A cattrs converter that knows our units and forgives nothing."""
+    made = cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)
+    for kind in (int, str, bool):
+        made.register_structure_hook(kind, _exactly(kind))
+    made.register_structure_hook(float, _number)
+    for alias, parse in (
+        (Ns, units.parse_ns),
+        (Ps, units.parse_ps),
+        (Bytes, units.parse_bytes),
+        (Bandwidth, units.parse_bandwidth),
+    ):
+        made.register_structure_hook_func(
+            lambda candidate, alias=alias: candidate is alias, _text(parse)
+        )
+    # A field may be written under another name: "grace" in a file, ``grace_ns`` inside.
+    made.register_structure_hook_factory(
+        lambda cls: has(cls) and any("toml" in attribute.metadata for attribute in fields(cls)),
+        lambda cls: make_dict_structure_fn(
+            cls,
+            made,
+            _cattrs_forbid_extra_keys=True,
+            _cattrs_detailed_validation=True,
+            **{
+                attribute.name: override(rename=attribute.metadata["toml"])
+                for attribute in fields(cls)
+                if "toml" in attribute.metadata
+            },
+        ),
+    )
+    return made
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises :class:`InputError` with file, line and column."""
+    return parse_toml(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, UTF-8. Raises :class:`InputError` that says why it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(
+            str(path), "", f"cannot be read: {error.strerror or error}", "give a readable file"
+        ) from error
+    except ValueError as error:  # not UTF-8, or a NUL in the name
+        raise InputError(str(path), "", f"is not a UTF-8 text file: {error}") from error
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """As :func:`read_toml`, from text; ``where`` names it in errors."""
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(where, "", f"is not valid TOML: {error}", "correct the line named") from error
+
+
+def structure(data: object, cls: type[T], where: str, made: cattrs.Converter) -> T:
+    """``data`` as a ``cls``. Raises :class:`InputError` naming the first wrong key."""
+    try:
+        return made.structure(data, cls)
+    except Exception as error:  # cattrs lets whatever a hook or a validator raised come through
+        place, problem, remedy = _first_fault(error, cls)
+        raise InputError(where, place, problem, remedy) from error
+
+
+def _first_fault(error: BaseException, cls: Any) -> tuple[str, str, str]:
+    """The first leaf of a cattrs error tree: (dotted key, problem, remedy)."""
+    path: list[str] = []
+    while isinstance(error, ClassValidationError | IterableValidationError):
+        inner, note = _descend(error)
+        if note is not None:
+            path.append(note)
+        if isinstance(error, ClassValidationError):
+            cls = error.cl
+        error = inner
+    problem, remedy = _explain(error, cls)
+    return ".".join(path), problem, remedy
+
+
+def _descend(
+    error: ClassValidationError | IterableValidationError,
+) -> tuple[BaseException, str | None]:
+    # An unknown key first: it is most often the misspelling that makes another key "missing".
+    for inner in error.exceptions:
+        if isinstance(inner, ForbiddenExtraKeysError):
+            return inner, None
+    if isinstance(error, ClassValidationError):
+        noted, plain = error.group_exceptions()
+        if noted:
+            return noted[0][0], noted[0][1].name
+        return plain[0], None
+    items, rest = error.group_exceptions()
+    if items:
+        return items[0][0], str(items[0][1].index)
+    return rest[0], None
+
+
+def _explain(error: BaseException, cls: Any) -> tuple[str, str]:
+    if isinstance(error, ForbiddenExtraKeysError):
+        known = known_keys(error.cl)
+        wrong = sorted(map(str, error.extra_fields))[0]
+        near = difflib.get_close_matches(wrong, known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return f"unknown key {wrong!r}", f"{hint}known keys: {', '.join(known)}"
+    if isinstance(error, KeyError):
+        return f"key {error.args[0]!r} is missing", "add it"
+    if isinstance(error, TypeError | AttributeError):
+        return "is not of the form expected here", f"known keys: {', '.join(known_keys(cls))}"
+    if error.args and isinstance(error.args[0], str):
+        return error.args[0], ""  # attrs' validators put the attribute and the value after the prose
+    return f"{type(error).__name__}: {error}", ""
+
+
+def known_keys(cls: Any) -> list[str]:
+    """The keys that a table for ``cls`` may hold."""
+    origin = get_origin(cls) or cls
+    if isinstance(origin, type) and has(origin):
+        return [attribute.metadata.get("toml", attribute.name) for attribute in fields(origin)]
+    return [str(argument) for argument in get_args(cls)]
+
+
+def one_of(value: str, known: list[str], what: str) -> str:
+    """``value`` if it is in ``known``; else a ``ValueError`` with the nearest name."""
+    if value in known:
+        return value
+    near = difflib.get_close_matches(value, known, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"{what} {value!r} is unknown; {hint}use one of {', '.join(known)}")
