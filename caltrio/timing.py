@@ -8,7 +8,7 @@ pure function of (seed, stage, request, step), so that no order of events can ch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 from attrs import field, frozen
 
 from .errors import InputError
-from .manifest import ModelGeneration, SubmodelContract, TaskKind
+from .manifest import ModelGeneration, TaskKind
 from .tomlfile import (
     Bandwidth,
     Ns,
@@ -273,12 +273,22 @@ class Costs:
 
     def __init__(self, profile: TimingProfile, generation: ModelGeneration, seed: int) -> None:
         self.profile = profile
+        self._distribution = profile.jitter.distribution
+        self._cv = profile.jitter.cv
         self._seed = mix64(mix64(seed) ^ profile.jitter.seed)
         self._jittered = frozenset(
             Stage[name.upper()]
             for name in profile.jitter.stages
             if profile.jitter.distribution is not Distribution.NONE and profile.jitter.cv > 0
         )
+        h2d, d2h = profile.h2d, profile.d2h
+        self._h2d = h2d.latency.value, h2d.bandwidth.value
+        contracts = generation.submodels.items()
+        self._token_bytes = {kind: contract.input_bytes(1) for kind, contract in contracts}
+        self._d2h_ns = {
+            kind: transfer_ns(contract.output_bytes, d2h.latency.value, d2h.bandwidth.value)
+            for kind, contract in contracts
+        }
         self._compute: Mapping[TaskKind, tuple[int, int, int]] = {
             kind: (c.base.value, c.per_token.value, c.per_pair.value)
             for kind, c in (
@@ -286,49 +296,32 @@ class Costs:
                 (TaskKind.DECODE, profile.compute.decode),
             )
         }
-        self._contracts: Mapping[TaskKind, SubmodelContract] = generation.submodels
-        self._d2h_ns = {
-            kind: transfer_ns(
-                contract.output_bytes, profile.d2h.latency.value, profile.d2h.bandwidth.value
-            )
-            for kind, contract in generation.submodels.items()
+        self._fixed: Mapping[Stage, int] = {
+            Stage.SUBMIT: profile.submit.time.value,
+            Stage.INTERRUPT: profile.interrupt.time.value,
+            Stage.POSTPROCESS: profile.postprocess.time.value,
+            Stage.CLIENT: profile.client.time.value,
         }
-        fixed = (
-            (Stage.SUBMIT, profile.submit),
-            (Stage.INTERRUPT, profile.interrupt),
-            (Stage.POSTPROCESS, profile.postprocess),
-            (Stage.CLIENT, profile.client),
-        )
-        self._table: dict[Stage, Callable[[JobShape], int]] = {
-            stage: self._constant(work.time.value) for stage, work in fixed
-        }
-        self._table |= {Stage.H2D: self._h2d, Stage.COMPUTE: self._computed, Stage.D2H: self._d2h}
 
-    @staticmethod
-    def _constant(value: int) -> Callable[[JobShape], int]:
-        return lambda _job: value
-
-    def _h2d(self, job: JobShape) -> int:
-        transfer = self.profile.h2d
-        size = self._contracts[job.kind].input_bytes(job.token_count)
-        return transfer_ns(size, transfer.latency.value, transfer.bandwidth.value)
-
-    def _d2h(self, job: JobShape) -> int:
-        return self._d2h_ns[job.kind]
-
-    def _computed(self, job: JobShape) -> int:
-        base, per_token, per_pair = self._compute[job.kind]
+    def _mean_ns(self, stage: Stage, job: JobShape) -> int:
+        fixed = self._fixed.get(stage)
+        if fixed is not None:
+            return fixed
+        if stage is Stage.D2H:
+            return self._d2h_ns[job.kind]
         tokens = job.token_count
+        if stage is Stage.H2D:
+            return transfer_ns(tokens * self._token_bytes[job.kind], *self._h2d)
+        base, per_token, per_pair = self._compute[job.kind]
         pairs = tokens * job.past_len + tokens * (tokens + 1) // 2
         return base - (-(tokens * per_token + pairs * per_pair) // 1_000)  # ps, rounded up to ns
 
     def ns(self, stage: Stage, job: JobShape) -> int:
         """Nanoseconds that ``stage`` takes for ``job``, with its jitter."""
-        duration = self._table[stage](job)
+        duration = self._mean_ns(stage, job)
         if stage not in self._jittered:
             return duration
-        jitter = self.profile.jitter
         factor = jitter_factor(
-            jitter.distribution, jitter.cv, self._seed, stage, job.request_id, job.step
+            self._distribution, self._cv, self._seed, stage, job.request_id, job.step
         )
         return round(duration * factor)

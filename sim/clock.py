@@ -70,6 +70,7 @@ class SimClock(trio.abc.Clock):
         self.env = simpy.Environment(initial_time=0)
         self.costs = costs
         self._woke = False
+        self._next_deadline_s = math.inf
 
     # --- trio.abc.Clock ---------------------------------------------------------------------------
 
@@ -81,7 +82,11 @@ class SimClock(trio.abc.Clock):
         return self.env.now / NS_PER_S
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        """Real seconds to sleep: none if the deadline has passed, else until the pump acts."""
+        """Real seconds to sleep: none if the deadline has passed, else until the pump acts.
+
+        Trio asks this of its next deadline whenever no task can run, so it also tells the pump.
+        """
+        self._next_deadline_s = deadline
         return 0 if deadline <= self.current_time() else _NEVER_S
 
     # --- caltrio.timer.Timer ------------------------------------------------------------------------
@@ -128,23 +133,26 @@ class SimClock(trio.abc.Clock):
         env = self.env
         while True:
             await trio.testing.wait_all_tasks_blocked()
-            wait_s = trio.lowlevel.current_statistics().seconds_to_next_deadline
-            if wait_s <= 0:
-                continue  # trio is about to act on it
-            deadline_ns = math.inf if wait_s == math.inf else env.now + math.ceil(wait_s * NS_PER_S)
             self._woke = False
             while not self._woke:
-                if deadline_ns <= env.peek():
-                    if deadline_ns == math.inf:
-                        raise VirtualDeadlock(
-                            "every task is blocked and nothing is scheduled; "
-                            "a task waits for something that no device and no timer will bring"
-                        )
-                    # The next thing to happen is a deadline of trio's: go there.
-                    RankedEvent(env).after(deadline_ns - env.now, Rank.DEADLINE, 0)
-                    env.step()
+                next_ns = env.peek()
+                if self._next_deadline_s <= next_ns / NS_PER_S:
+                    self._go_to_deadline()
                     break
+                if next_ns == math.inf:
+                    raise VirtualDeadlock(
+                        "every task is blocked and nothing is scheduled; "
+                        "a task waits for something that no device and no timer will bring"
+                    )
                 env.step()
+
+    def _go_to_deadline(self) -> None:
+        """The next thing to happen is a deadline of trio's: be there, and let trio act on it."""
+        at_ns = math.ceil(self._next_deadline_s * NS_PER_S)
+        if at_ns / NS_PER_S < self._next_deadline_s:
+            at_ns += 1  # the product was rounded down
+        RankedEvent(self.env).after(max(at_ns - self.now_ns(), 0), Rank.DEADLINE, 0)
+        self.env.step()
 
 
 def run_virtual(main: Callable[[SimClock], Awaitable[T]], costs: Costs) -> T:

@@ -188,6 +188,7 @@ class Engine:
             Channel(env) if len(speeds) == 1 else SharedUnit(env, speeds)
             for _ in semantics.compute_stages
         ]
+        self._parts_permille = semantics.stage_permille
         self._whole = None if semantics.overlap else simpy.Resource(env)
         self._free = [True] * semantics.engines
         self._slot_wanted: tuple[int, RankedEvent, int] | None = None
@@ -246,7 +247,7 @@ class Engine:
             self.release_slot(slot)
 
         times.die_start_ns, times.die_end_ns = [], []
-        parts = split_permille(costs.ns(Stage.COMPUTE, job), semantics.stage_permille)
+        parts = split_permille(costs.ns(Stage.COMPUTE, job), self._parts_permille)
         for die, part_ns in zip(self._dies, parts, strict=True):
             turn = self._turn(job, part_ns)
             yield die.serve(turn)

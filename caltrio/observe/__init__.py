@@ -1,0 +1,1 @@
+"""What a run leaves: records (Parquet), the metrics computed from them, and a Perfetto trace."""
