@@ -6,6 +6,7 @@ import difflib
 import math
 import tomllib
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NewType, TypeVar, get_args, get_origin
 
@@ -19,7 +20,6 @@ from .errors import InputError
 
 Ns = NewType("Ns", int)
 Ps = NewType("Ps", int)
-Bytes = NewType("Bytes", int)
 Bandwidth = NewType("Bandwidth", int)
 
 T = TypeVar("T")
@@ -58,21 +58,29 @@ def _number(value: Any, _type: Any) -> float:
     return number
 
 
+def _choice(value: Any, kind: Any) -> Any:
+    return kind(one_of(str(value), [member.value for member in kind], kind.__name__))
+
+
 def converter() -> cattrs.Converter:
     """A cattrs converter that knows our units and forgives nothing."""
     made = cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)
-    for kind in (int, str, bool):
-        made.register_structure_hook(kind, _exactly(kind))
-    made.register_structure_hook(float, _number)
-    for alias, parse in (
-        (Ns, units.parse_ns),
-        (Ps, units.parse_ps),
-        (Bytes, units.parse_bytes),
-        (Bandwidth, units.parse_bandwidth),
-    ):
+    hooks: dict[Any, Callable[[Any, Any], Any]] = {
+        int: _exactly(int),
+        str: _exactly(str),
+        bool: _exactly(bool),
+        float: _number,
+        Ns: _text(units.parse_ns),
+        Ps: _text(units.parse_ps),
+        Bandwidth: _text(units.parse_bandwidth),
+    }
+    for kind, hook in hooks.items():  # for exactly this type: a StrEnum is no str here
         made.register_structure_hook_func(
-            lambda candidate, alias=alias: candidate is alias, _text(parse)
+            lambda candidate, kind=kind: candidate is kind, hook
         )
+    made.register_structure_hook_func(
+        lambda candidate: isinstance(candidate, type) and issubclass(candidate, StrEnum), _choice
+    )
     # A field may be written under another name: "grace" in a file, ``grace_ns`` inside.
     made.register_structure_hook_factory(
         lambda cls: has(cls) and any("toml" in attribute.metadata for attribute in fields(cls)),

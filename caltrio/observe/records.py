@@ -267,7 +267,8 @@ def read_tables(folder: Path) -> tuple[pa.Table, pa.Table]:
     for name in TABLES:
         path = folder / f"{name}.parquet"
         try:
-            found.append(pq.read_table(path))
+            with pq.ParquetFile(path) as file:
+                table, metadata = file.read(), file.metadata.metadata or {}
         except (OSError, pa.ArrowInvalid) as error:
             raise InputError(
                 str(path),
@@ -275,8 +276,9 @@ def read_tables(folder: Path) -> tuple[pa.Table, pa.Table]:
                 f"cannot be read as records: {str(error).splitlines()[0]}",
                 "name the --out folder of a run",
             ) from error
-        if META_KEY not in (found[-1].schema.metadata or {}):
+        if META_KEY not in metadata:
             raise InputError(str(path), "", "is not a record of caltrio: it has no such metadata")
+        found.append(table.replace_schema_metadata({META_KEY: metadata[META_KEY]}))
     return found[0], found[1]
 
 

@@ -1,0 +1,91 @@
+"""The ``caltrio`` command: a group whose sub-commands come from entry points.
+
+Errors that a person can mend are one line on standard error and exit code 2; an interrupt is 130.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from typing import NoReturn
+
+import click
+
+from .errors import CaltrioError, InputError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+class _Commands(click.Group):
+    """Sub-commands of the entry-point group ``caltrio.commands``, loaded when they are needed."""
+
+    @staticmethod
+    def _entries() -> dict[str, EntryPoint]:
+        return {entry.name: entry for entry in entry_points(group="caltrio.commands")}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self._entries())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = self._entries().get(cmd_name)
+        if entry is None:
+            return None
+        command = entry.load()
+        if not isinstance(command, click.Command):
+            raise TypeError(f"entry point {entry.value!r} of caltrio.commands is not a command")
+        return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="caltrio")
+def caltrio() -> None:
+    """One trio executor for an NPU runtime, on a timing model or on the card.
+
+    Ask first what a second job in flight would bring, under each reading of the vendor's
+    ping/pong engines:
+
+    \b
+      caltrio plan                 verdict per hypothesis, with a report
+      caltrio semantics            what the hypotheses are
+      caltrio simulate --help      one run, on a trace or on made-up requests
+    """
+
+
+def main() -> NoReturn:
+    """Run the command line and exit; entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        result = caltrio.main(arguments, prog_name="caltrio", standalone_mode=False)
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return EXIT_USAGE
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        name = context.command_path if context is not None else "caltrio"
+        return _complain(name, f"{error.format_message()} See '{name} --help'.", EXIT_USAGE)
+    except InputError as error:
+        return _complain("caltrio", str(error), EXIT_USAGE)
+    except (click.Abort, KeyboardInterrupt):
+        return _complain("caltrio", "interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output has left, as `head` does: not an error of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except CaltrioError as error:
+        return _complain("caltrio", str(error), EXIT_FAILED)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        return _complain("caltrio", f"{place}{error.strerror or error}", EXIT_FAILED)
+    return result if isinstance(result, int) else 0
+
+
+def _complain(name: str, text: str, code: int) -> int:
+    click.echo(f"{name}: {' '.join(text.split())}", err=True)
+    return code

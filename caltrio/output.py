@@ -1,0 +1,97 @@
+"""What commands print, and the folder that they write to."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from .errors import InputError
+
+_LOCK = ".caltrio.lock"
+_PIPE_WIDTH = 120  # columns of a table where there is no terminal to ask
+
+
+def console() -> Console:
+    """The console for results: standard output, wide enough for a table in a pipe."""
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+
+
+def print_json(data: Any) -> None:
+    """``data`` on standard output, for machines; an undefined number must be null by now."""
+    print(json.dumps(data, indent=2, allow_nan=False))  # noqa: T201
+
+
+def progress() -> Progress:
+    """A progress display on standard error; silent where that is not a terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+
+
+@contextmanager
+def output_folder(path: Path, *, force: bool, files: Iterable[str]) -> Iterator[Path]:
+    """Make ``path`` ours for the block.
+
+    Args:
+        path: the folder; made if it is not there.
+        force: take a folder that holds files. Those that this run writes are removed first, so
+            that nothing of an older run passes for part of this one; others are left alone.
+        files: names or glob patterns of what this run may write.
+
+    Raises :class:`InputError` if the folder is in use, by files or by a run, or cannot be written.
+    """
+    where = f"--out {path}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        present = sorted(entry.name for entry in path.iterdir() if entry.name != _LOCK)
+        if present and not force:
+            raise InputError(
+                where, "", f"is in use: it holds {present[0]!r}", "name another, or add --force"
+            )
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            where, "", f"cannot be written: {reason}", "name a folder that can"
+        ) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel, however we end
+        except OSError as error:
+            raise InputError(
+                where, "", "another run is writing there", "wait for it, or name another folder"
+            ) from error
+        try:
+            for pattern in files:
+                for old in path.glob(pattern):
+                    old.unlink()
+        except OSError as error:
+            raise InputError(
+                where, "", f"cannot be cleared: {error.strerror} ({error.filename})"
+            ) from error
+        yield path
+    finally:
+        os.close(lock)

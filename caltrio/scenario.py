@@ -1,0 +1,138 @@
+"""A scenario: everything that a run depends on, from one TOML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cattrs
+from attrs import asdict, evolve, field, fields, frozen
+
+from .config import ExecutorConfig
+from .errors import InputError
+from .semantics import PRESETS, EngineSemantics
+from .timing import TimingProfile, load_timing
+from .tomlfile import converter, one_of, read_toml, structure
+from .workload.spec import Workload
+
+
+@frozen
+class PlanSpec:
+    """What ``caltrio plan`` compares: hypotheses by name, each with these in-flight limits."""
+
+    hypotheses: tuple[str, ...] = tuple(PRESETS)
+    max_inflight: tuple[int, ...] = (1, 2)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.hypotheses or not self.max_inflight:
+            raise ValueError("hypotheses and max_inflight each need at least one entry")
+        for limit in self.max_inflight:
+            if limit < 1:
+                raise ValueError(f"max_inflight is {limit}; give 1 or more")
+        if 1 not in self.max_inflight:
+            raise ValueError("max_inflight must hold 1: the gates compare against it")
+
+
+def semantics_from(value: object, made: cattrs.Converter, where: str) -> EngineSemantics:
+    """A preset by name, ``{preset = "...", field = ...}``, or fields alone."""
+    if isinstance(value, str):
+        return preset(value)
+    table = value
+    if isinstance(value, dict) and "preset" in value:
+        rest = {key: inner for key, inner in value.items() if key != "preset"}
+        given = structure({"semantics": rest}, _Semantics, where, made).semantics
+        names = [attribute.name for attribute in fields(EngineSemantics) if attribute.name in rest]
+        changes = {name: getattr(given, name) for name in names}
+        return evolve(preset(value["preset"]), **changes)
+    return structure({"semantics": table}, _Semantics, where, made).semantics
+
+
+def preset(name: object) -> EngineSemantics:
+    """The semantics of a preset. Raises ``ValueError`` naming the known ones."""
+    return PRESETS[one_of(str(name), list(PRESETS), "semantics preset")].semantics
+
+
+@frozen
+class _Semantics:
+    semantics: EngineSemantics
+
+
+@frozen
+class _File:
+    """The layout of a scenario file."""
+
+    schema: int = field()
+    seed: int = 0
+    timing: str = "qwen3-8b"
+    semantics: Any = "full-duplex"
+    workload: Workload = field(factory=Workload)
+    executor: ExecutorConfig = field(factory=ExecutorConfig)
+    plan: PlanSpec = field(factory=PlanSpec)
+
+    @schema.validator
+    def _known_schema(self, _attribute: object, schema: int) -> None:
+        if schema != 1:
+            raise ValueError(f"schema is {schema}; this version reads 1")
+
+
+@frozen
+class Scenario:
+    """Everything that a run depends on.
+
+    Args:
+        seed: of every named random stream of the run.
+        timing: what the stages cost.
+        semantics: the hypothesis about the engines.
+        workload: what arrives.
+        executor: the limits.
+        plan: what ``caltrio plan`` compares.
+        base: folder that relative paths are taken from.
+    """
+
+    seed: int = field(default=0)
+    timing: TimingProfile = field(factory=lambda: load_timing("qwen3-8b"))
+    semantics: EngineSemantics = field(factory=EngineSemantics)
+    workload: Workload = field(factory=Workload)
+    executor: ExecutorConfig = field(factory=ExecutorConfig)
+    plan: PlanSpec = field(factory=PlanSpec)
+    base: Path | None = None
+
+    @seed.validator
+    def _in_range(self, _attribute: object, seed: int) -> None:
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"seed is {seed}; give 0 to 2**63 - 1")
+
+    def to_json(self) -> dict[str, Any]:
+        """The scenario as JSON types, for the metadata of records."""
+        plain = asdict(self, filter=lambda attribute, _value: attribute.name not in ("base", "plan"))
+        plain["workload"]["trace"] = self.workload.trace and Path(self.workload.trace).name
+        return plain
+
+
+def load_scenario(path: Path) -> Scenario:
+    """A scenario from TOML. Raises :class:`InputError` naming the file and the first wrong key."""
+    where, made = str(path), converter()
+    made.register_structure_hook_func(lambda cls: cls is Any, lambda value, _cls: value)
+    read = structure(read_toml(path), _File, where, made)
+    try:
+        for name in read.plan.hypotheses:
+            preset(name)
+    except ValueError as error:
+        raise InputError(where, "plan.hypotheses", str(error)) from error
+    try:
+        semantics = semantics_from(read.semantics, made, where)
+        semantics.check_in_flight(read.executor.max_inflight)
+    except ValueError as error:
+        raise InputError(where, "semantics", str(error)) from error
+    try:
+        return Scenario(
+            seed=read.seed,
+            timing=load_timing(read.timing, path.parent),
+            semantics=semantics,
+            workload=read.workload,
+            executor=read.executor,
+            plan=read.plan,
+            base=path.parent,
+        )
+    except ValueError as error:
+        raise InputError(where, "seed", str(error)) from error

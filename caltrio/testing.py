@@ -1,0 +1,185 @@
+"""For tests of anything that drives or is a device: :class:`FakeDevice` and :func:`check_device`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+
+import trio
+from attrs import define, field
+
+from .core.job import Job
+from .config import ExecutorConfig
+from .device import Completion, Device, DeviceKind, StageTimes, WaitStatus
+from .errors import CalrtCode, JobCancelled
+from .events import Event, JobEnded, RequestEnded
+from .executor import Executor, open_executor
+from .manifest import qwen3_generation
+from .semantics import EngineSemantics, SubmitWhenFull
+from .timer import RealTimer, Timer
+
+KIND = DeviceKind(
+    "fake",
+    "Scripted device for tests: each job takes a fixed time and ends as told",
+    "real",
+    lambda: None,
+)
+
+
+@define(slots=False)
+class FakeDevice:
+    """A device of the simplest kind: each job takes ``busy_ns``, jobs run side by side, in order.
+
+    Runs on trio's clock, so under ``trio.testing.MockClock`` it takes no real time.
+
+    Args:
+        busy_ns: from ``infer()`` to the return of ``Wait()``.
+        submit_codes, wait_codes: return codes by job id; success where there is none.
+        exceptions: ids of jobs that end with ``DONE_CCU_EXCEPTION``.
+        lost: ids of jobs for which ``Wait()`` never returns.
+    """
+
+    busy_ns: int = 1_000_000
+    submit_codes: dict[int, int] = field(factory=dict)
+    wait_codes: dict[int, int] = field(factory=dict)
+    exceptions: set[int] = field(factory=set)
+    lost: set[int] = field(factory=set)
+    semantics: EngineSemantics = field(
+        factory=lambda: EngineSemantics(engines=4, submit_when_full=SubmitWhenFull.BLOCK)
+    )
+    timer: Timer = field(factory=RealTimer)
+    inferred: list[int] = field(factory=list)
+    waited: list[int] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        self._due: deque[tuple[int, Job]] = deque()
+        self._more = trio.Event()
+
+    async def infer(self, job: Job) -> int:
+        """Take the job, or refuse it with the code that was scripted."""
+        await trio.lowlevel.checkpoint()
+        self.inferred.append(job.job_id)
+        code = self.submit_codes.get(job.job_id, CalrtCode.SUCCESS)
+        if code == CalrtCode.SUCCESS and job.job_id not in self.lost:
+            self._due.append((self.timer.now_ns() + self.busy_ns, job))
+            self._more.set()
+        return code
+
+    async def wait(self) -> Completion:
+        """The oldest job, once its time is up."""
+        while not self._due:
+            self._more = trio.Event()
+            await self._more.wait()
+        at_ns, job = self._due[0]
+        await trio.sleep(max(at_ns - self.timer.now_ns(), 0) / 1e9)
+        self._due.popleft()
+        self.waited.append(job.job_id)
+        failed = job.job_id in self.exceptions
+        status = WaitStatus.DONE_CCU_EXCEPTION if failed else WaitStatus.DONE
+        return Completion(job, self.wait_codes.get(job.job_id, 0), status, StageTimes())
+
+
+class ContractBroken(AssertionError):
+    """A device does not keep the contract of :class:`caltrio.device.Device`."""
+
+
+def _require(holds: bool, what: str) -> None:  # noqa: FBT001 - reads as a sentence
+    if not holds:
+        raise ContractBroken(what)
+
+
+async def check_device(
+    open_device: Callable[[], AbstractAsyncContextManager[Device]], *, jobs: int = 20
+) -> None:
+    """Drive a device through the executor and check what every device must keep.
+
+    Each submitted job is returned exactly once; stages come in their order, between ``infer()``
+    and the return of ``Wait()``; a cancelled job still returns; the end leaves nothing leased.
+
+    Args:
+        open_device: a fresh device of at least two engine slots, for the block.
+        jobs: decode steps of each of two sequences.
+
+    Raises :class:`ContractBroken`.
+    """
+    for max_inflight in (1, 2):
+        await _check_work(open_device, jobs, max_inflight)
+        await _check_cancel(open_device, max_inflight)
+
+
+async def _check_work(
+    open_device: Callable[[], AbstractAsyncContextManager[Device]], jobs: int, max_inflight: int
+) -> None:
+    ended: list[Event] = []
+    async with open_device() as device:
+        config = ExecutorConfig(max_inflight=max_inflight)
+        async with open_executor(
+            device, qwen3_generation(), config, listeners=[ended.append]
+        ) as executor:
+            async with trio.open_nursery() as nursery:
+                for _ in range(2):
+                    nursery.start_soon(_decode, executor, jobs)
+        core = executor.core
+    done = [event.job for event in ended if isinstance(event, JobEnded)]
+    ids = [job.job_id for job in done]
+    _require(len(ids) == 2 * (jobs + 1), f"{len(ids)} jobs ended, of {2 * (jobs + 1)}")
+    _require(len(set(ids)) == len(ids), "a job was returned twice")
+    _require(core.pool.leased == 0, f"{core.pool.leased} leases are still out")
+    for job in done:
+        _require(job.error is None, f"job {job.job_id} failed: {job.error}")
+        _check_order(job)
+
+
+async def _decode(executor: Executor, jobs: int) -> None:
+    async with executor.sequence(3, jobs + 1) as sequence:
+        await sequence.prefill(3)
+        for _ in range(jobs):
+            await sequence.decode()
+
+
+def _check_order(job: Job) -> None:
+    stages = job.stages
+    _require(isinstance(stages, StageTimes), f"job {job.job_id} has no stage times object")
+    assert isinstance(stages, StageTimes)
+    instants: Iterable[int | None] = (
+        job.timings.infer_ns,
+        stages.h2d_start_ns,
+        stages.h2d_end_ns,
+        *(stages.die_start_ns or [])[:1],
+        *(stages.die_end_ns or [])[-1:],
+        stages.d2h_start_ns,
+        stages.d2h_end_ns,
+        job.timings.waited_ns,
+        job.timings.ended_ns,
+    )
+    known = [instant for instant in instants if instant is not None]
+    _require(known == sorted(known), f"job {job.job_id} ran its stages out of order: {known}")
+
+
+async def _check_cancel(
+    open_device: Callable[[], AbstractAsyncContextManager[Device]], max_inflight: int
+) -> None:
+    ended: list[Event] = []
+    async with open_device() as device:
+        config = ExecutorConfig(max_inflight=max_inflight)
+        async with open_executor(
+            device, qwen3_generation(), config, listeners=[ended.append]
+        ) as executor:
+            with trio.CancelScope() as scope:
+                async with executor.sequence(3, 1) as sequence, trio.open_nursery() as nursery:
+                    nursery.start_soon(sequence.prefill, 3)
+                    await _until(lambda: bool(executor.core.in_flight))
+                    scope.cancel()
+        _require(executor.core.pool.leased == 0, "a cancelled job kept its lease")
+    jobs = [event.job for event in ended if isinstance(event, JobEnded)]
+    _require(len(jobs) == 1, "a cancelled job never ended")
+    _require(isinstance(jobs[0].error, JobCancelled), "a cancelled job is not marked so")
+    _require(jobs[0].timings.waited_ns is not None, "Wait() never returned a cancelled job")
+    requests = [event for event in ended if isinstance(event, RequestEnded)]
+    _require(len(requests) == 1, "a cancelled request never ended")
+
+
+async def _until(ready: Callable[[], bool]) -> None:
+    while not ready():
+        await trio.sleep(1e-5)

@@ -1,0 +1,126 @@
+"""One simulated run: a scenario in, two tables out."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import trio
+from attrs import frozen
+
+from caltrio.events import Listener
+from caltrio.executor import open_executor
+from caltrio.manifest import qwen3_generation
+from caltrio.observe.metrics import Summary, summarise
+from caltrio.observe.perfetto import PerfettoTrace
+from caltrio.observe.records import Recorder, read_tables
+from caltrio.scenario import Scenario
+from caltrio.timing import Costs
+from caltrio.workload.replay import replay
+from caltrio.workload.requests import Request, stream_seed
+
+from .clock import SimClock, run_virtual
+from .device import SimDevice
+
+
+@frozen
+class Run:
+    """What a run left: its tables, and its metrics.
+
+    ``complete`` is false if it was interrupted; the tables then hold what had ended by then.
+    """
+
+    jobs: pa.Table
+    requests: pa.Table
+    summary: Summary
+    complete: bool
+    trace_left_out: int = 0
+
+
+def about_run(scenario: Scenario, device: str) -> dict[str, Any]:
+    """What the metadata of records says of a run."""
+    packages = ("caltrio", "trio", "simpy", "numpy", "pyarrow")
+    return {
+        "device": device,
+        "scenario": scenario.to_json(),
+        "seeds": {"run": scenario.seed},
+        "versions": {name: importlib.metadata.version(name) for name in packages}
+        | {"python": platform.python_version()},
+    }
+
+
+def simulate(
+    scenario: Scenario,
+    *,
+    requests: list[Request] | None = None,
+    folder: Path | None = None,
+    trace_jobs: int = 0,
+    listeners: Iterable[Listener] = (),
+    on_request: Callable[[], None] | None = None,
+) -> Run:
+    """Run ``scenario`` in virtual time.
+
+    Args:
+        scenario: what to run; its ``workload`` is built unless ``requests`` are given.
+        requests: the requests, if they have been built already.
+        folder: an existing folder for ``jobs.parquet`` and ``requests.parquet``; ``None`` keeps
+            the tables in memory.
+        trace_jobs: write ``trace.json`` of the first so many jobs into ``folder``; 0 writes none.
+        listeners: further listeners to the executor's facts.
+        on_request: called at the end of each request.
+
+    An interrupt (SIGINT, in the main thread) ends the run in good order: the result is marked
+    incomplete. Raises :class:`~caltrio.errors.InputError` for a workload that cannot be read.
+    """
+    if requests is None:
+        requests = scenario.workload.build(scenario.seed, scenario.base)
+    generation = qwen3_generation()
+    costs = Costs(scenario.timing, generation, stream_seed(scenario.seed, "jitter"))
+    recorder = Recorder(folder, about_run(scenario, "sim"), on_request=on_request)
+    scenario.semantics.check_in_flight(scenario.executor.max_inflight)
+
+    async def main(clock: SimClock) -> bool:
+        device = SimDevice(clock, scenario.semantics)
+        finished = False
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_on_interrupt, nursery.cancel_scope)
+            async with open_executor(
+                device, generation, scenario.executor, listeners=heard
+            ) as executor:
+                await replay(executor, clock, requests, scenario.workload.clients)
+                finished = True
+            nursery.cancel_scope.cancel()
+        return finished
+
+    with ExitStack() as stack:
+        stack.enter_context(recorder)
+        heard: list[Listener] = [recorder, *listeners]
+        trace = None
+        if folder is not None and trace_jobs:
+            trace = PerfettoTrace(folder / "trace.json", scenario.semantics, trace_jobs)
+            heard.append(stack.enter_context(trace))
+        recorder.complete = run_virtual(main, costs)
+    jobs, ended = recorder.tables() if folder is None else read_tables(folder)
+    return Run(
+        jobs,
+        ended,
+        summarise(jobs, ended),
+        recorder.complete,
+        0 if trace is None else trace.left_out,
+    )
+
+
+async def _cancel_on_interrupt(scope: trio.CancelScope) -> None:
+    """Ctrl-C cancels the run instead of hitting whatever SimPy is in the middle of."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # only the main thread may handle signals
+    with trio.open_signal_receiver(signal.SIGINT) as signals:
+        async for _ in signals:
+            scope.cancel()
