@@ -40,7 +40,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="caltrio")
 def caltrio() -> None:
-    """One trio executor for an NPU runtime, on a timing model or on the card.
+    r"""One trio executor for an NPU runtime, on a timing model or on the card.
 
     Ask first what a second job in flight would bring, under each reading of the vendor's
     ping/pong engines:

@@ -11,7 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from .device import device_kinds
-from .observe.records import TABLES, about, digest as digest_of, read_tables
+from .observe.records import TABLES, about, read_tables
+from .observe.records import digest as digest_of
 from .output import console, print_json
 from .semantics import PRESETS
 
@@ -21,7 +22,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 @click.command()
 @json_option
 def semantics(as_json: bool) -> None:  # noqa: FBT001 - click gives it by keyword
-    """List the hypotheses about the ping/pong engines, with their meaning.
+    r"""List the hypotheses about the ping/pong engines, with their meaning.
 
     Each answers the vendor's open questions in one way. Use a name with 'simulate --semantics',
     or write fields of your own in a scenario file:

@@ -51,8 +51,13 @@ class Completion:
 class Device(Protocol):
     """A runtime that the executor drives: ``infer`` from one task, ``wait`` from one other (§5.1)."""
 
-    timer: Timer
-    semantics: EngineSemantics
+    @property
+    def timer(self) -> Timer:
+        """The time that the device runs in."""
+
+    @property
+    def semantics(self) -> EngineSemantics:
+        """What its engines do, or are assumed to do."""
 
     async def infer(self, job: Job) -> int:
         """Submit ``job``; returns the CalRT return code once the runtime has taken it or refused.

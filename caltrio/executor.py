@@ -211,7 +211,7 @@ class Executor:
             job = done.job
             job.stages = done.stages
             failed = done.status is WaitStatus.DONE_CCU_EXCEPTION
-            convert = self.core.wait_returned(job, done.rc, failed, self._timer.now_ns())
+            convert = self.core.wait_returned(job, done.rc, self._timer.now_ns(), exception=failed)
             self._act()
             if convert:
                 await self._timer.work(Stage.POSTPROCESS, job)
@@ -331,7 +331,7 @@ async def open_executor(
         nursery.start_soon(executor._serve, services)
         try:
             yield executor
-        except BaseException as error:  # raised again below, outside the nursery's grouping
+        except BaseException as error:  # noqa: BLE001 - raised again below, outside the nursery's grouping
             failure = error
         with trio.CancelScope(shield=True):
             await executor._drain()

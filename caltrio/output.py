@@ -74,9 +74,7 @@ def output_folder(path: Path, *, force: bool, files: Iterable[str]) -> Iterator[
         lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            where, "", f"cannot be written: {reason}", "name a folder that can"
-        ) from error
+        raise InputError(where, "", f"cannot be written: {reason}", "name a folder that can") from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by the kernel, however we end

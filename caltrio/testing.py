@@ -9,8 +9,8 @@ from contextlib import AbstractAsyncContextManager
 import trio
 from attrs import define, field
 
-from .core.job import Job
 from .config import ExecutorConfig
+from .core.job import Job
 from .device import Completion, Device, DeviceKind, StageTimes, WaitStatus
 from .errors import CalrtCode, JobCancelled
 from .events import Event, JobEnded, RequestEnded
@@ -114,12 +114,12 @@ async def _check_work(
     ended: list[Event] = []
     async with open_device() as device:
         config = ExecutorConfig(max_inflight=max_inflight)
-        async with open_executor(
-            device, qwen3_generation(), config, listeners=[ended.append]
-        ) as executor:
-            async with trio.open_nursery() as nursery:
-                for _ in range(2):
-                    nursery.start_soon(_decode, executor, jobs)
+        async with (
+            open_executor(device, qwen3_generation(), config, listeners=[ended.append]) as executor,
+            trio.open_nursery() as nursery,
+        ):
+            for _ in range(2):
+                nursery.start_soon(_decode, executor, jobs)
         core = executor.core
     done = [event.job for event in ended if isinstance(event, JobEnded)]
     ids = [job.job_id for job in done]

@@ -74,7 +74,8 @@ class Transfer:
 class Compute:
     """Compute of one kind of job: ``base + tokens * per_token + pairs * per_pair``.
 
-    ``pairs`` are the (query, key) pairs of causal attention: ``tokens * past + tokens * (tokens + 1) / 2``.
+    ``pairs`` are the (query, key) pairs of causal attention:
+    ``tokens * past + tokens * (tokens + 1) / 2``.
     """
 
     base: Figure[Ns]
@@ -236,7 +237,9 @@ def mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def jitter_factor(distribution: Distribution, cv: float, seed: int, stage: int, request: int, step: int) -> float:
+def jitter_factor(
+    distribution: Distribution, cv: float, seed: int, stage: int, request: int, step: int
+) -> float:
     """The factor of one stage of one job: mean 1, coefficient of variation ``cv``."""
     key = mix64(mix64(mix64(seed ^ stage) ^ request) ^ step)
     first = ((mix64(key) >> 11) + 0.5) / (1 << 53)  # inside (0, 1): both logarithms are finite
@@ -253,7 +256,12 @@ def jitter_factor(distribution: Distribution, cv: float, seed: int, stage: int, 
 
 
 class JobShape(Protocol):
-    """What the duration of a job depends on; ``step`` counts the jobs of its request from 0."""
+    """What the duration of a job depends on; ``step`` counts the jobs of its request from 0.
+
+    ``job_id`` orders ties; no duration depends on it.
+    """
+
+    job_id: int
 
     kind: TaskKind
     token_count: int

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 import tomllib
 from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, NewType, TypeVar, get_args, get_origin
 
 import cattrs
 from attrs import fields, has
-from cattrs.gen import make_dict_structure_fn, override
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
+from cattrs.gen import make_dict_structure_fn, override
 
 from . import units
 from .errors import InputError
@@ -28,7 +30,7 @@ T = TypeVar("T")
 def _text(parse: Callable[[str], int]) -> Callable[[Any, Any], int]:
     def structure(value: Any, _type: Any) -> int:
         if not isinstance(value, str):
-            raise ValueError(f"{value!r} has no unit; write it as text with one, as in \"40ms\"")
+            raise ValueError(f'{value!r} has no unit; write it as text with one, as in "40ms"')
         return parse(value)
 
     return structure
@@ -58,6 +60,22 @@ def _number(value: Any, _type: Any) -> float:
     return number
 
 
+def _has_file_names(cls: Any) -> bool:
+    return has(cls) and any("toml" in attribute.metadata for attribute in fields(cls))
+
+
+def _by_file_name(made: cattrs.Converter, cls: Any) -> Callable[[Any, Any], Any]:
+    """A field may be written under another name: "grace" in a file, ``grace_ns`` inside."""
+    renamed: dict[str, Any] = {
+        attribute.name: override(rename=attribute.metadata["toml"])
+        for attribute in fields(cls)
+        if "toml" in attribute.metadata
+    }
+    return make_dict_structure_fn(
+        cls, made, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True, **renamed
+    )
+
+
 def _choice(value: Any, kind: Any) -> Any:
     return kind(one_of(str(value), [member.value for member in kind], kind.__name__))
 
@@ -75,27 +93,11 @@ def converter() -> cattrs.Converter:
         Bandwidth: _text(units.parse_bandwidth),
     }
     for kind, hook in hooks.items():  # for exactly this type: a StrEnum is no str here
-        made.register_structure_hook_func(
-            lambda candidate, kind=kind: candidate is kind, hook
-        )
+        made.register_structure_hook_func(partial(operator.is_, kind), hook)
     made.register_structure_hook_func(
         lambda candidate: isinstance(candidate, type) and issubclass(candidate, StrEnum), _choice
     )
-    # A field may be written under another name: "grace" in a file, ``grace_ns`` inside.
-    made.register_structure_hook_factory(
-        lambda cls: has(cls) and any("toml" in attribute.metadata for attribute in fields(cls)),
-        lambda cls: make_dict_structure_fn(
-            cls,
-            made,
-            _cattrs_forbid_extra_keys=True,
-            _cattrs_detailed_validation=True,
-            **{
-                attribute.name: override(rename=attribute.metadata["toml"])
-                for attribute in fields(cls)
-                if "toml" in attribute.metadata
-            },
-        ),
-    )
+    made.register_structure_hook_factory(_has_file_names, partial(_by_file_name, made))
     return made
 
 
@@ -168,7 +170,7 @@ def _descend(
 def _explain(error: BaseException, cls: Any) -> tuple[str, str]:
     if isinstance(error, ForbiddenExtraKeysError):
         known = known_keys(error.cl)
-        wrong = sorted(map(str, error.extra_fields))[0]
+        wrong = min(map(str, error.extra_fields))
         near = difflib.get_close_matches(wrong, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         return f"unknown key {wrong!r}", f"{hint}known keys: {', '.join(known)}"

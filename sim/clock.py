@@ -15,8 +15,7 @@ import simpy
 import trio
 import trio.testing
 from simpy.events import Event
-
-from trio.lowlevel import Abort, RaiseCancelT, Task, current_task, reschedule, wait_task_rescheduled
+from trio.lowlevel import Abort, RaiseCancelT, current_task, reschedule, wait_task_rescheduled
 
 from caltrio.errors import CaltrioError
 from caltrio.timer import Rank
@@ -180,7 +179,7 @@ def run_virtual(main: Callable[[SimClock], Awaitable[T]], costs: Costs) -> T:
             try:
                 with scope:
                     result = await main(clock)
-            except BaseException as error:  # raised below, outside the nursery's grouping
+            except BaseException as error:  # noqa: BLE001 - raised below, outside the nursery's grouping
                 failure = failure or error
             nursery.cancel_scope.cancel()
         if failure is not None:

@@ -31,7 +31,7 @@ class SimDevice:
     """
 
     def __init__(self, clock: SimClock, semantics: EngineSemantics) -> None:
-        self.timer: SimClock = clock
+        self.timer = clock
         self.semantics = semantics
         self._engine = Engine(clock.env, semantics, clock.costs, self._finished)
         self._issued: deque[Job] = deque()  # submitted, Wait() not yet returned; in order

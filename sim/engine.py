@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
+from itertools import pairwise
 
 import simpy
 from attrs import define, field
@@ -157,7 +158,7 @@ def split_permille(duration_ns: int, parts_permille: tuple[int, ...]) -> list[in
     for part in parts_permille:
         total += part
         cuts.append(duration_ns * total // PERMILLE)
-    return [end - start for start, end in zip(cuts, cuts[1:], strict=False)]
+    return [end - start for start, end in pairwise(cuts)]
 
 
 class Engine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which colour-blind readers tell apart; hatches and labels carry it in grey.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo", "--")
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.hashsalt": "caltrio",  # the same figure is the same file
     "svg.fonttype": "path",
     "font.size": 9,
@@ -36,9 +36,7 @@ def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def comparison(
-    cells: Sequence[Cell], min_gain: float, max_tpot: float, path: Path
-) -> None:
+def comparison(cells: Sequence[Cell], min_gain: float, max_tpot: float, path: Path) -> None:
     """Tokens/s and TPOT P99 of each hypothesis and limit, with the gates as lines."""
     names = list(dict.fromkeys(cell.hypothesis for cell in cells))
     limits = sorted({cell.max_inflight for cell in cells})
@@ -66,13 +64,11 @@ def comparison(
 
 def _value(cell: Cell, key: str) -> float:
     summary = cell.run.summary
-    value = summary.tokens_per_s if key == "tokens_per_s" else summary.tpot.p99_ns / NS_PER_MS
+    value = summary.loaded_tokens_per_s if key == "tokens_per_s" else summary.tpot.p99_ns / NS_PER_MS
     return value if np.isfinite(value) else 0.0
 
 
-def _bars(
-    axes: Axes, cells: Sequence[Cell], names: list[str], limits: list[int], key: str
-) -> None:
+def _bars(axes: Axes, cells: Sequence[Cell], names: list[str], limits: list[int], key: str) -> None:
     width = 0.8 / len(limits)
     for index, limit in enumerate(limits):
         of_limit = {cell.hypothesis: cell for cell in cells if cell.max_inflight == limit}
@@ -111,9 +107,7 @@ def utilisation(cells: Sequence[Cell], path: Path) -> None:
 Interval = tuple[str, int, int, int, int]  # row, start_ns, end_ns, request, sequence
 
 
-def timeline(
-    runs: Mapping[str, pa.Table], title: str, semantics: EngineSemantics, path: Path
-) -> None:
+def timeline(runs: Mapping[str, pa.Table], title: str, semantics: EngineSemantics, path: Path) -> None:
     """Gantt charts of the middle of each run: a few jobs, and one hand-over magnified.
 
     Args:
@@ -152,9 +146,7 @@ def _steady_window(jobs: pa.Table) -> tuple[int, int, int, int] | None:
     # Eight steps of decode on end, the nearest to the middle; prefills are too long to show.
     run_length = min(8, len(ends))
     clean = [
-        index
-        for index in range(len(ends) - run_length + 1)
-        if decode[index : index + run_length].all()
+        index for index in range(len(ends) - run_length + 1) if decode[index : index + run_length].all()
     ]
     middle = len(ends) // 2
     first = min(clean, key=lambda index: abs(index - middle)) if clean else 0

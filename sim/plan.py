@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -83,7 +83,7 @@ class Plan:
         }
 
 
-def judge(base: Run, run: Run, semantics_name: str) -> Gate:
+def judge(base: Run, run: Run) -> Gate:
     """``run`` against ``base`` by the gates of §13.3."""
     one, two = base.summary, run.summary
     before, after = one.loaded_tokens_per_s, two.loaded_tokens_per_s
@@ -157,7 +157,7 @@ def make_plan(
             if limit == 1:
                 base = run
             assert base is not None, "limits are sorted, and 1 is among them"
-            gate = None if limit == 1 else judge(base, run, name)
+            gate = None if limit == 1 else judge(base, run)
             plan.cells.append(Cell(name, limit, run, gate))
         tables.complete = plan.complete = True
     _write(plan, folder, command)
@@ -203,7 +203,7 @@ class _PlanTables:
                 self._writers[name] = pq.ParquetWriter(path, wide.schema)
             self._writers[name].write_table(wide)
 
-    def __enter__(self) -> _PlanTables:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exception: object) -> None:

@@ -29,7 +29,7 @@ from ..errors import (
 )
 from ..events import BufferQuarantined, Event, JobEnded, LifecycleChanged, RequestEnded
 from ..manifest import ModelGeneration, TaskKind
-from .buffers import BufferPool, BufferSlot
+from .buffers import BufferPool
 from .deadlines import Deadlines
 from .job import EngineSlot, Job, JobState, JobTimings
 from .kv import KvLedger
@@ -188,9 +188,7 @@ class Core:
         if request.first_token_ns is None:
             request.first_token_ns = now_ns
 
-    def close_request(
-        self, request: RequestState, error: RequestError | None, now_ns: int
-    ) -> None:
+    def close_request(self, request: RequestState, error: RequestError | None, now_ns: int) -> None:
         """The caller is done with an admitted request; it ends once the device is done with it.
 
         ``error`` is why the caller leaves before the end, if it does.
@@ -226,9 +224,7 @@ class Core:
 
     # --- jobs, up to the device -----------------------------------------------------------------
 
-    def submit_step(
-        self, request: RequestState, kind: TaskKind, token_count: int, now_ns: int
-    ) -> Job:
+    def submit_step(self, request: RequestState, kind: TaskKind, token_count: int, now_ns: int) -> Job:
         """The next job of an admitted request. Raises a typed error if it may not run (§6.3)."""
         where = f"request {request.request_id}"
         sequence_id, generation_id = request.sequence_id, self.generation.generation_id
@@ -376,7 +372,7 @@ class Core:
 
     # --- jobs, back from the device ---------------------------------------------------------------
 
-    def wait_returned(self, job: Job, rc: int, exception: bool, now_ns: int) -> bool:
+    def wait_returned(self, job: Job, rc: int, now_ns: int, *, exception: bool) -> bool:
         """``Wait()`` has returned for ``job``; is its output to be converted?
 
         ``exception``: the buffer's status is ``DONE_CCU_EXCEPTION``; it fails the job whatever
@@ -415,9 +411,7 @@ class Core:
         self._retire(job, JobState.FAILED if cancelled else JobState.SUCCEEDED, None, now_ns)
         self._stage(now_ns)
 
-    def _retire(
-        self, job: Job, state: JobState, error: RequestError | None, now_ns: int
-    ) -> None:
+    def _retire(self, job: Job, state: JobState, error: RequestError | None, now_ns: int) -> None:
         """End ``job``: its lease back, its caller answered, its request ended if that was due."""
         if error is not None and job.error is None:
             job.error = error

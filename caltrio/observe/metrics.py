@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -43,7 +44,12 @@ def distribution(samples: npt.NDArray[Any]) -> Distribution:
         return Distribution(0, nan, nan, nan, nan, nan)
     p50, p90, p99 = np.percentile(samples, PERCENTILES)
     return Distribution(
-        len(samples), float(samples.mean()), float(p50), float(p90), float(p99), float(samples.max())
+        len(samples),
+        float(samples.mean()),
+        float(p50),
+        float(p90),
+        float(p99),
+        float(samples.max()),
     )
 
 
@@ -60,8 +66,12 @@ class Occupancy:
     peak: int
 
 
-def occupancy(starts: Ints, ends: Ints, span_ns: int, weights: Ints | None = None) -> Occupancy:
-    """Occupancy of ``[start, end)`` intervals over ``span_ns``; each counts ``weights`` (1)."""
+def occupancy(intervals: Sequence[Ints], span_ns: int, weights: Ints | None = None) -> Occupancy:
+    """Occupancy of ``[start, end)`` over ``span_ns``; each interval counts ``weights``, or 1.
+
+    ``intervals`` are the starts and the ends, ns.
+    """
+    starts, ends = intervals
     if not len(starts) or span_ns <= 0:
         return Occupancy(0.0, 0.0, 0.0, 0)
     ones = np.ones(len(starts), np.int64)
@@ -88,6 +98,8 @@ class Summary:
         span_ns: from the first arrival to the end of the last request.
         outcomes: requests by outcome. refusals: refused requests by gRPC status.
         tokens_per_s, requests_per_s: emitted tokens, and completed requests, over the span.
+        loaded_tokens_per_s: tokens delivered until the last admission, over the time until then:
+            throughput without the tail in which the load has run out.
         ttft, tpot, itl, e2e, queueing: distributions over requests (itl over tokens).
         utilisation: busy share of each stage and engine.
         overlap: share of the device's busy time in which two or more jobs are on it.
@@ -102,6 +114,7 @@ class Summary:
     refusals: dict[str, int]
     tokens_per_s: float
     requests_per_s: float
+    loaded_tokens_per_s: float
     ttft: Distribution
     tpot: Distribution
     itl: Distribution
@@ -127,20 +140,24 @@ def _ints(table: pa.Table, *names: str) -> list[Ints]:
     """Columns as int64, of the rows where none of them is null."""
     columns = [table.column(name) for name in names]
     there = np.logical_and.reduce([np.asarray(pc.is_valid(column)) for column in columns])
-    return [
-        np.asarray(column.fill_null(0)).astype(np.int64, copy=False)[there] for column in columns
-    ]
+    return [np.asarray(column.fill_null(0)).astype(np.int64, copy=False)[there] for column in columns]
+
+
+def _where(table: pa.Table, column: str, value: str) -> pa.Table:
+    return table.filter(pc.equal(table.column(column).cast(pa.string()), value))
+
+
+def _succeeded(jobs: pa.Table) -> pa.Table:
+    return _where(jobs, "state", "succeeded")
 
 
 def token_latencies(jobs: pa.Table) -> Ints:
     """ITL samples: time between the deliveries of successive tokens of one request, ns."""
-    request, step, answered = _ints(
-        jobs.filter(pc.equal(jobs.column("state").cast(pa.string()), "succeeded")),
-        "request_id", "step", "answered_ns",
-    )  # fmt: skip
+    request, step, answered = _ints(_succeeded(jobs), "request_id", "step", "answered_ns")
     order = np.lexsort((step, request))
     same = np.diff(request[order]) == 0
-    return np.diff(answered[order])[same]
+    latencies: Ints = np.diff(answered[order])[same]
+    return latencies
 
 
 def summarise(jobs: pa.Table, requests: pa.Table) -> Summary:
@@ -148,10 +165,8 @@ def summarise(jobs: pa.Table, requests: pa.Table) -> Summary:
     arrival, ended = _ints(requests, "arrival_ns", "ended_ns")
     span_ns = int(ended.max() - arrival.min()) if len(arrival) else 0
     outcomes = Counter(requests.column("outcome").to_pylist())
-    refused = requests.filter(pc.equal(requests.column("outcome").cast(pa.string()), "refused"))
-    completed = requests.filter(
-        pc.equal(requests.column("outcome").cast(pa.string()), "completed")
-    )
+    refused = _where(requests, "outcome", "refused")
+    completed = _where(requests, "outcome", "completed")
     tokens = int(pc.sum(requests.column("tokens_out")).as_py() or 0)
 
     began, first = _ints(requests, "arrival_ns", "first_token_ns")
@@ -162,8 +177,8 @@ def summarise(jobs: pa.Table, requests: pa.Table) -> Summary:
     waited, admitted = _ints(requests, "arrival_ns", "admitted_ns")
     held_from, held_to, held = _ints(requests, "admitted_ns", "ended_ns", "kv_tokens")
 
-    on_device = occupancy(*_ints(jobs, "h2d_start_ns", "d2h_end_ns"), span_ns)
-    kv = occupancy(held_from, held_to, span_ns, held)
+    on_device = occupancy(_ints(jobs, "h2d_start_ns", "d2h_end_ns"), span_ns)
+    kv = occupancy((held_from, held_to), span_ns, held)
     rate = NS_PER_S / span_ns if span_ns else 0.0
     return Summary(
         span_ns=span_ns,
@@ -174,6 +189,7 @@ def summarise(jobs: pa.Table, requests: pa.Table) -> Summary:
         refusals=dict(sorted(Counter(refused.column("status").to_pylist()).items())),
         tokens_per_s=tokens * rate,
         requests_per_s=completed.num_rows * rate,
+        loaded_tokens_per_s=_loaded_tokens_per_s(jobs, requests),
         ttft=distribution(first - began),
         tpot=distribution(tpot),
         itl=distribution(token_latencies(jobs)),
@@ -186,29 +202,39 @@ def summarise(jobs: pa.Table, requests: pa.Table) -> Summary:
     )
 
 
+def _loaded_tokens_per_s(jobs: pa.Table, requests: pa.Table) -> float:
+    arrived, admitted = _ints(requests, "arrival_ns", "admitted_ns")
+    wanted = requests.filter(pc.greater(requests.column("output_tokens"), 0))
+    done = _succeeded(jobs)
+    # A prefill of a request that wants no token delivers none.
+    done = done.filter(pc.is_in(done.column("request_id"), wanted.column("request_id")))
+    (delivered,) = _ints(done, "answered_ns")
+    if not len(admitted) or admitted.max() <= arrived.min():
+        return 0.0
+    loaded_ns = int(admitted.max() - arrived.min())
+    return int((delivered <= admitted.max()).sum()) * NS_PER_S / loaded_ns
+
+
 def _utilisation(jobs: pa.Table, span_ns: int) -> dict[str, float]:
     """Busy share of each stage, die and engine over the span."""
 
     def busy(table: pa.Table, start: str, end: str) -> float:
-        return occupancy(*_ints(table, start, end), span_ns).busy
+        return occupancy(_ints(table, start, end), span_ns).busy
 
     stages = {
         "submitter": busy(jobs, "infer_ns", "submitted_ns"),
         "h2d": busy(jobs, "h2d_start_ns", "h2d_end_ns"),
         "compute": busy(jobs, "compute_start_ns", "compute_end_ns"),
         "d2h": busy(jobs, "d2h_start_ns", "d2h_end_ns"),
-        "completer": busy(
-            jobs.filter(pc.equal(jobs.column("state").cast(pa.string()), "succeeded")),
-            "waited_ns", "ended_ns",
-        ),
-    }  # fmt: skip
+        "completer": busy(_succeeded(jobs), "waited_ns", "ended_ns"),
+    }
     ran = jobs.filter(pc.is_valid(jobs.column("die_start_ns")))
     dies = int(pc.max(pc.list_value_length(ran.column("die_start_ns"))).as_py() or 0)
     if dies > 1:
         for die in range(dies):
             starts = np.asarray(pc.list_element(ran.column("die_start_ns"), die), np.int64)
             ends = np.asarray(pc.list_element(ran.column("die_end_ns"), die), np.int64)
-            stages[f"die{die}"] = occupancy(starts, ends, span_ns).busy
+            stages[f"die{die}"] = occupancy((starts, ends), span_ns).busy
     for engine in sorted(set(jobs.column("engine").to_pylist()) - {-1}):
         own = jobs.filter(pc.equal(jobs.column("engine"), engine))
         stages[engine_name(engine)] = busy(own, "submitted_ns", "waited_ns")
@@ -227,9 +253,7 @@ def goodput_per_s(requests: pa.Table, slo: Slo, span_ns: int) -> float:
     """Completed requests per second that met the SLO."""
     if not span_ns:
         return 0.0
-    completed = requests.filter(
-        pc.equal(requests.column("outcome").cast(pa.string()), "completed")
-    )
+    completed = _where(requests, "outcome", "completed")
     good = 0
     for arrival, first, last, count in zip(
         *(

@@ -116,9 +116,7 @@ class PerfettoTrace:
         self._slice(_ENGINES, slot, job, times.submitted_ns, freed)
         self._slice(_HOST, "submitter", job, times.infer_ns, times.submitted_ns)
         self._slice(_HOST, "completer", job, times.waited_ns, times.ended_ns)
-        self._slice(
-            _SEQUENCES, f"sequence {job.sequence_id}", job, times.accepted_ns, times.ended_ns
-        )
+        self._slice(_SEQUENCES, f"sequence {job.sequence_id}", job, times.accepted_ns, times.ended_ns)
 
     def __enter__(self) -> Self:
         return self

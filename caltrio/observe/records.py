@@ -162,8 +162,7 @@ class _Table:
             return
         columns = zip(*self._rows, strict=True)
         arrays = [
-            pa.array(column, field.type)
-            for column, field in zip(columns, self._schema, strict=True)
+            pa.array(column, field.type) for column, field in zip(columns, self._schema, strict=True)
         ]
         self._rows = []
         table = pa.Table.from_arrays(arrays, schema=self._schema)

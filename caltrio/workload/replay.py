@@ -49,7 +49,5 @@ async def replay(
                 nursery.start_soon(client, index, queue)
             return
         for request in requests:
-            await timer.sleep_until_ns(
-                start_ns + request.arrival_ns, Rank.ARRIVAL, request.request_id
-            )
+            await timer.sleep_until_ns(start_ns + request.arrival_ns, Rank.ARRIVAL, request.request_id)
             nursery.start_soon(serve, executor, request)

@@ -6,6 +6,7 @@ import math
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from attrs import evolve, field, frozen
@@ -37,10 +38,9 @@ class LengthKind(StrEnum):
     LOGNORMAL = "lognormal"
 
 
-def _positive(instance: object, attribute: object, value: float | None) -> None:
-    name = getattr(attribute, "name", "value")
+def _positive(_instance: Any, attribute: Any, value: Any) -> None:
     if value is not None and not (0 < value < math.inf):
-        raise ValueError(f"{name} is {value}; give a number above 0")
+        raise ValueError(f"{attribute.name} is {value}; give a number above 0")
 
 
 @frozen
@@ -108,7 +108,7 @@ class Workload:
     requests: int | None = field(default=None, validator=_positive)
     max_tokens: int = field(default=16_384, validator=_positive)
 
-    @format.validator
+    @format.validator  # noqa: A003 - the attribute, not the builtin
     def _known(self, _attribute: object, value: str) -> None:
         one_of(value, list(FORMATS), "format")
 
@@ -172,9 +172,7 @@ class Workload:
         gaps[0] = 0.0  # a run starts with its first request
         return [int(instant) for instant in np.rint(np.cumsum(gaps) * NS_PER_S)]
 
-    def _lengths(
-        self, seed: int, count: int, rows: list[Request]
-    ) -> tuple[list[int], list[int]]:
+    def _lengths(self, seed: int, count: int, rows: list[Request]) -> tuple[list[int], list[int]]:
         spec = self.lengths
         random = stream(seed, "lengths")
         if spec.kind is LengthKind.TRACE:
@@ -197,7 +195,7 @@ class Workload:
         )
 
     def with_trace(self, trace: str, form: str = "auto") -> Workload:
-        """This workload on a trace: its arrivals unless synthetic ones were set, its lengths."""
+        """The same workload with the arrivals and the lengths of a trace."""
         return evolve(
             self,
             trace=trace,

@@ -215,7 +215,7 @@ def _json_rows(text: str, where: str) -> Iterator[_Row]:
                 raise InputError(where, place, f"key {key!r} is missing", "add it")
         try:
             if isinstance(row["timestamp"], bool):
-                raise ValueError(row["timestamp"])  # noqa: TRY004 - a wrong value, to the reader
+                raise ValueError(row["timestamp"])
             arrival_ns = _scaled(str(row["timestamp"]), NS_PER_MS)
         except (ValueError, InvalidOperation, OverflowError) as error:
             raise InputError(
