@@ -40,7 +40,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="caltrio")
 def caltrio() -> None:
-    r"""One trio executor for an NPU runtime, on a timing model or on the card.
+    """One trio executor for an NPU runtime, on a timing model or on the card.
 
     Ask first what a second job in flight would bring, under each reading of the vendor's
     ping/pong engines:
@@ -49,7 +49,7 @@ def caltrio() -> None:
       caltrio plan                 verdict per hypothesis, with a report
       caltrio semantics            what the hypotheses are
       caltrio simulate --help      one run, on a trace or on made-up requests
-    """
+    """  # noqa: D301 - click wants the character, not its escape
 
 
 def main() -> NoReturn:
@@ -69,7 +69,8 @@ def run(arguments: list[str]) -> int:
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         name = context.command_path if context is not None else "caltrio"
-        return _complain(name, f"{error.format_message()} See '{name} --help'.", EXIT_USAGE)
+        text = error.format_message().rstrip(".")
+        return _complain(name, f"{text}. See '{name} --help'.", EXIT_USAGE)
     except InputError as error:
         return _complain("caltrio", str(error), EXIT_USAGE)
     except (click.Abort, KeyboardInterrupt):

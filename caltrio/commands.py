@@ -22,7 +22,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 @click.command()
 @json_option
 def semantics(as_json: bool) -> None:  # noqa: FBT001 - click gives it by keyword
-    r"""List the hypotheses about the ping/pong engines, with their meaning.
+    """List the hypotheses about the ping/pong engines, with their meaning.
 
     Each answers the vendor's open questions in one way. Use a name with 'simulate --semantics',
     or write fields of your own in a scenario file:
@@ -31,7 +31,7 @@ def semantics(as_json: bool) -> None:  # noqa: FBT001 - click gives it by keywor
       [semantics]
       preset = "full-duplex"
       compute_sharing = [1.0, 0.7]
-    """
+    """  # noqa: D301 - click wants the character, not its escape
     if as_json:
         print_json(
             {

@@ -91,14 +91,14 @@ class EngineSemantics:
 
     engines: int = field(default=2)
     overlap: bool = True
-    dma: Dma = Dma.FULL_DUPLEX
-    dma_order: DmaOrder = DmaOrder.READY
-    compute_stages: tuple[float, ...] = field(default=(1.0,))
-    compute_sharing: tuple[float, ...] = field(default=(1.0,))
-    slot_release: SlotRelease = SlotRelease.WAIT
-    completion_signal: CompletionSignal = CompletionSignal.PER_JOB
-    completion_order: CompletionOrder = CompletionOrder.IN_ORDER
-    submit_when_full: SubmitWhenFull = SubmitWhenFull.BUSY
+    dma: Dma = field(default=Dma.FULL_DUPLEX, converter=Dma)
+    dma_order: DmaOrder = field(default=DmaOrder.READY, converter=DmaOrder)
+    compute_stages: tuple[float, ...] = field(default=(1.0,), converter=tuple)
+    compute_sharing: tuple[float, ...] = field(default=(1.0,), converter=tuple)
+    slot_release: SlotRelease = field(default=SlotRelease.WAIT, converter=SlotRelease)
+    completion_signal: CompletionSignal = field(default=CompletionSignal.PER_JOB, converter=CompletionSignal)
+    completion_order: CompletionOrder = field(default=CompletionOrder.IN_ORDER, converter=CompletionOrder)
+    submit_when_full: SubmitWhenFull = field(default=SubmitWhenFull.BUSY, converter=SubmitWhenFull)
 
     @engines.validator
     def _some_engines(self, _attribute: object, value: int) -> None:

@@ -123,7 +123,7 @@ class Jitter:
         stages: names of :class:`Stage`, in lower case.
     """
 
-    distribution: Distribution = Distribution.NONE
+    distribution: Distribution = field(default=Distribution.NONE, converter=Distribution)
     cv: float = field(default=0.0)
     seed: int = field(default=0)
     stages: tuple[str, ...] = field(default=("compute",))

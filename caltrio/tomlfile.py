@@ -14,7 +14,13 @@ from typing import Any, NewType, TypeVar, get_args, get_origin
 
 import cattrs
 from attrs import fields, has
-from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
+from cattrs.errors import (
+    AttributeValidationNote,
+    ClassValidationError,
+    ForbiddenExtraKeysError,
+    IterableValidationError,
+    IterableValidationNote,
+)
 from cattrs.gen import make_dict_structure_fn, override
 
 from . import units
@@ -60,6 +66,15 @@ def _number(value: Any, _type: Any) -> float:
     return number
 
 
+def _listed(structure: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def listed(value: Any, kind: Any) -> Any:
+        if not isinstance(value, list):  # text would be taken letter by letter
+            raise ValueError(f"{value!r} is not a list; write it in brackets")
+        return structure(value, kind)
+
+    return listed
+
+
 def _has_file_names(cls: Any) -> bool:
     return has(cls) and any("toml" in attribute.metadata for attribute in fields(cls))
 
@@ -83,20 +98,24 @@ def _choice(value: Any, kind: Any) -> Any:
 def converter() -> cattrs.Converter:
     """A cattrs converter that knows our units and forgives nothing."""
     made = cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)
+    # By class, not by predicate: cattrs asks its own hooks for these before any predicate.
     hooks: dict[Any, Callable[[Any, Any], Any]] = {
         int: _exactly(int),
         str: _exactly(str),
         bool: _exactly(bool),
         float: _number,
+        StrEnum: _choice,  # nearer to an enum of ours than str is
         Ns: _text(units.parse_ns),
         Ps: _text(units.parse_ps),
         Bandwidth: _text(units.parse_bandwidth),
     }
-    for kind, hook in hooks.items():  # for exactly this type: a StrEnum is no str here
-        made.register_structure_hook_func(partial(operator.is_, kind), hook)
-    made.register_structure_hook_func(
-        lambda candidate: isinstance(candidate, type) and issubclass(candidate, StrEnum), _choice
-    )
+    for kind, hook in hooks.items():
+        made.register_structure_hook(kind, hook)
+    for kind in (int, float, str):
+        several = tuple[kind, ...]  # type: ignore[valid-type]
+        made.register_structure_hook_func(
+            partial(operator.eq, several), _listed(made.get_structure_hook(several))
+        )
     made.register_structure_hook_factory(_has_file_names, partial(_by_file_name, made))
     return made
 
@@ -131,43 +150,50 @@ def structure(data: object, cls: type[T], where: str, made: cattrs.Converter) ->
     try:
         return made.structure(data, cls)
     except Exception as error:  # cattrs lets whatever a hook or a validator raised come through
-        place, problem, remedy = _first_fault(error, cls)
+        place, problem, remedy = _first_fault(error, data, cls)
         raise InputError(where, place, problem, remedy) from error
 
 
-def _first_fault(error: BaseException, cls: Any) -> tuple[str, str, str]:
+def _first_fault(error: BaseException, data: Any, cls: Any) -> tuple[str, str, str]:
     """The first leaf of a cattrs error tree: (dotted key, problem, remedy)."""
     path: list[str] = []
     while isinstance(error, ClassValidationError | IterableValidationError):
-        inner, note = _descend(error)
-        if note is not None:
-            path.append(note)
-        if isinstance(error, ClassValidationError):
-            cls = error.cl
-        error = inner
-    problem, remedy = _explain(error, cls)
+        owner = error.cl
+        error, note = _descend(error)
+        if note is None:
+            continue
+        cls = note.type
+        if isinstance(note, AttributeValidationNote):
+            key: Any = _file_name(owner, note.name)
+            data = data.get(key) if isinstance(data, dict) else None
+        else:
+            key = note.index
+            data = data[key] if isinstance(data, list) and isinstance(key, int) else None
+        path.append(str(key))
+    problem, remedy = _explain(error, data, cls)
     return ".".join(path), problem, remedy
+
+
+def _file_name(cls: Any, name: str) -> str:
+    """What a file calls the field ``name`` of ``cls``."""
+    for attribute in fields(get_origin(cls) or cls):
+        if attribute.name == name:
+            return str(attribute.metadata.get("toml", name))
+    return name
 
 
 def _descend(
     error: ClassValidationError | IterableValidationError,
-) -> tuple[BaseException, str | None]:
+) -> tuple[BaseException, AttributeValidationNote | IterableValidationNote | None]:
     # An unknown key first: it is most often the misspelling that makes another key "missing".
     for inner in error.exceptions:
         if isinstance(inner, ForbiddenExtraKeysError):
             return inner, None
-    if isinstance(error, ClassValidationError):
-        noted, plain = error.group_exceptions()
-        if noted:
-            return noted[0][0], noted[0][1].name
-        return plain[0], None
-    items, rest = error.group_exceptions()
-    if items:
-        return items[0][0], str(items[0][1].index)
-    return rest[0], None
+    noted, plain = error.group_exceptions()
+    return noted[0] if noted else (plain[0], None)
 
 
-def _explain(error: BaseException, cls: Any) -> tuple[str, str]:
+def _explain(error: BaseException, data: Any, cls: Any) -> tuple[str, str]:
     if isinstance(error, ForbiddenExtraKeysError):
         known = known_keys(error.cl)
         wrong = min(map(str, error.extra_fields))
@@ -177,7 +203,9 @@ def _explain(error: BaseException, cls: Any) -> tuple[str, str]:
     if isinstance(error, KeyError):
         return f"key {error.args[0]!r} is missing", "add it"
     if isinstance(error, TypeError | AttributeError):
-        return "is not of the form expected here", f"known keys: {', '.join(known_keys(cls))}"
+        keys = known_keys(cls)
+        form = "a table" if keys else "of the form expected here"
+        return f"{data!r} is not {form}", f"known keys: {', '.join(keys)}" if keys else ""
     if error.args and isinstance(error.args[0], str):
         return error.args[0], ""  # attrs' validators put the attribute and the value after the prose
     return f"{type(error).__name__}: {error}", ""
@@ -188,7 +216,7 @@ def known_keys(cls: Any) -> list[str]:
     origin = get_origin(cls) or cls
     if isinstance(origin, type) and has(origin):
         return [attribute.metadata.get("toml", attribute.name) for attribute in fields(origin)]
-    return [str(argument) for argument in get_args(cls)]
+    return []
 
 
 def one_of(value: str, known: list[str], what: str) -> str:

@@ -1,6 +1,6 @@
 """Integer nanoseconds, picoseconds and bytes inside; "40ms" and "16GB/s" at the edges.
 
-Parsing is exact (:class:`decimal.Decimal`): a value that is finer than the unit kept inside is an
+Parsing is exact (:class:`fractions.Fraction`): a value that is finer than the unit kept inside is an
 error, never a silent rounding.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from decimal import Decimal
+from fractions import Fraction
 
 NS_PER_US = 1_000
 NS_PER_MS = 1_000_000
@@ -45,7 +45,7 @@ def _quantity(text: str, units: Mapping[str, int], what: str, example: str, per:
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2] not in units:
         raise ValueError(f"{text!r} is not a {what}; write a number and a unit, as in {example!r}")
-    scaled = Decimal(match[1]) * units[match[2]] / per
+    scaled = Fraction(match[1]) * units[match[2]] / per
     if scaled < 0:
         raise ValueError(f"{text!r} is negative; a {what} is 0 or more")
     if scaled >= _LIMIT:
@@ -83,11 +83,13 @@ def parse_bandwidth(text: str) -> int:
 
 
 def format_ns(ns: float) -> str:
-    """Nanoseconds for a person: three significant digits and the unit that fits."""
+    """Nanoseconds for a person: three significant digits, from 1 µs on, and the unit that fits."""
+    if abs(ns) < 1_000 * NS_PER_S:  # before the unit is chosen: 999.9 µs is 1.00 ms
+        ns = float(f"{ns:.3g}")
     for unit, size in (("s", NS_PER_S), ("ms", NS_PER_MS), ("µs", NS_PER_US)):
         if abs(ns) >= size:
             value = ns / size
-            digits = 0 if value >= 100 else 1 if value >= 10 else 2
+            digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
             return f"{value:,.{digits}f} {unit}"
     return f"{ns:.0f} ns"
 

@@ -135,14 +135,14 @@ class SimClock(trio.abc.Clock):
             self._woke = False
             while not self._woke:
                 next_ns = env.peek()
-                if self._next_deadline_s <= next_ns / NS_PER_S:
-                    self._go_to_deadline()
-                    break
-                if next_ns == math.inf:
+                if next_ns == math.inf == self._next_deadline_s:
                     raise VirtualDeadlock(
                         "every task is blocked and nothing is scheduled; "
                         "a task waits for something that no device and no timer will bring"
                     )
+                if self._next_deadline_s <= next_ns / NS_PER_S:
+                    self._go_to_deadline()
+                    break
                 env.step()
 
     def _go_to_deadline(self) -> None:

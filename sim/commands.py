@@ -73,7 +73,7 @@ _out_options = (
 )
 @click.option(
     "--arrivals",
-    type=click.Choice(list(ArrivalKind)),
+    type=click.Choice([kind.value for kind in ArrivalKind]),
     help="How requests arrive; with --workload its own times.",
 )
 @click.option("--rate", type=_RATE, help="Requests per second; rescales a trace to this mean.")
@@ -82,7 +82,7 @@ _out_options = (
 @click.option("--clients", type=_POSITIVE, help="Clients of a closed loop.")
 @click.option(
     "--lengths",
-    type=click.Choice(list(LengthKind)),
+    type=click.Choice([kind.value for kind in LengthKind]),
     help="How long requests are; with --workload as in the trace.",
 )
 @click.option("--prompt-tokens", type=_POSITIVE, help="Prompt length, or its mean.")
@@ -113,13 +113,13 @@ _out_options = (
 @_out_options[0]
 @_out_options[1]
 def simulate(scenario_file: Path | None, **options: Any) -> int:
-    r"""Run the executor once against the simulated card, and print its latencies and loads.
+    """Run the executor once against the simulated card, and print its latencies and loads.
 
     The scenario is SCENARIO.toml, or the defaults; options override it.
 
     \b
     Examples:
-      caltrio simulate --workload trace.csv --limit 200 --semantics full-duplex \
+      caltrio simulate --workload trace.csv --limit 200 --semantics full-duplex \\
           --max-inflight 2 --seed 7 --out out/run
       caltrio simulate --arrivals poisson --rate 0.2 --lengths lognormal --output-tokens 100
 

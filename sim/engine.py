@@ -254,14 +254,12 @@ class Engine:
             yield die.serve(turn)
             times.die_start_ns.append(turn.start_ns)
             times.die_end_ns.append(env.now)  # type: ignore[arg-type]
-        self._compute_done()
+        self._computes_queued -= 1
         if semantics.slot_release is SlotRelease.COMPUTE:
             self.release_slot(slot)
 
-        if semantics.completion_signal is CompletionSignal.COMPUTE_IDLE and self._computes_queued:
-            drained = Event(env)
-            self._held_d2h.append(drained)
-            yield drained
+        if semantics.completion_signal is CompletionSignal.COMPUTE_IDLE:
+            yield self._computes_drained()
         yield self._d2h.serve(d2h)
         times.d2h_start_ns, times.d2h_end_ns = d2h.start_ns, env.now  # type: ignore[assignment]
         if self._whole is not None and claim is not None:
@@ -276,9 +274,12 @@ class Engine:
     def _compute_queued(self) -> None:
         self._computes_queued += 1
 
-    def _compute_done(self) -> None:
-        self._computes_queued -= 1
+    def _computes_drained(self) -> Event:
+        """The signal that lets D2H start; once all computes are done, in the order of their ends."""
+        drained = Event(self._env)
+        self._held_d2h.append(drained)
         if self._computes_queued == 0:
             held, self._held_d2h = self._held_d2h, []
-            for drained in held:
-                drained.succeed()
+            for signal in held:
+                signal.succeed()
+        return drained

@@ -55,7 +55,7 @@ class Arrivals:
         clients: for ``closed``.
     """
 
-    kind: ArrivalKind = ArrivalKind.CLOSED
+    kind: ArrivalKind = field(default=ArrivalKind.CLOSED, converter=ArrivalKind)
     rate: float | None = field(default=None, validator=_positive)
     scale: float = field(default=1.0, validator=_positive)
     cv: float = field(default=1.0, validator=_positive)
@@ -77,7 +77,7 @@ class Arrivals:
 class Lengths:
     """Prompt and output lengths, in tokens; means where they vary, with their cv."""
 
-    kind: LengthKind = LengthKind.FIXED
+    kind: LengthKind = field(default=LengthKind.FIXED, converter=LengthKind)
     prompt_tokens: int = field(default=1024, validator=_positive)
     output_tokens: int = field(default=128)
     prompt_cv: float = field(default=1.0, validator=_positive)

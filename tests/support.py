@@ -1,0 +1,97 @@
+"""What many tests build: profiles with plain numbers, and runs of a few requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from caltrio.config import ExecutorConfig
+from caltrio.scenario import Scenario
+from caltrio.semantics import EngineSemantics
+from caltrio.timing import (
+    Compute,
+    ComputeByKind,
+    Figure,
+    Fixed,
+    Jitter,
+    Source,
+    TimingProfile,
+    Transfer,
+)
+from caltrio.workload.requests import Request
+from caltrio.workload.spec import ArrivalKind, Arrivals, Workload
+from sim.run import Run, simulate
+
+MS = 1_000_000
+US = 1_000
+
+
+def _figure(value: int) -> Figure:
+    return Figure(value, Source.ASSUMED, "set by a test")
+
+
+def profile(
+    *,
+    submit=0,
+    h2d=1,
+    compute=MS,
+    decode=None,
+    d2h=1,
+    interrupt=0,
+    post=0,
+    client=0,
+    jitter=Jitter(),  # noqa: B008 - frozen
+    per_token_ps=0,
+    per_pair_ps=0,
+) -> TimingProfile:
+    """Stages of fixed ns. A transfer takes at least 1 ns: its bytes over a huge bandwidth."""
+
+    def transfer(ns: int) -> Transfer:
+        return Transfer(_figure(ns - 1), _figure(10**18))
+
+    def computes(ns: int) -> Compute:
+        return Compute(_figure(ns), _figure(per_token_ps), _figure(per_pair_ps))
+
+    return TimingProfile(
+        1,
+        "test",
+        "made by a test",
+        Fixed(_figure(submit)),
+        transfer(h2d),
+        ComputeByKind(computes(compute), computes(compute if decode is None else decode)),
+        transfer(d2h),
+        Fixed(_figure(interrupt)),
+        Fixed(_figure(post)),
+        Fixed(_figure(client)),
+        jitter,
+    )
+
+
+def run(
+    requests: Sequence[Request],
+    *,
+    semantics: EngineSemantics = EngineSemantics(),  # noqa: B008 - frozen
+    timing: TimingProfile | None = None,
+    clients: int | None = None,
+    seed: int = 0,
+    listeners: Iterable = (),
+    **limits,
+) -> Run:
+    """One run of these requests: open at their arrival times, or closed with ``clients``."""
+    if clients is None:
+        arrivals = Arrivals(kind=ArrivalKind.CONSTANT, rate=1.0)  # only says that it is open
+    else:
+        arrivals = Arrivals(kind=ArrivalKind.CLOSED, clients=clients)
+    limits = {"max_active_sequences": 64, "kv_capacity_tokens": 10**9, **limits}
+    scenario = Scenario(
+        seed=seed,
+        timing=timing or profile(),
+        semantics=semantics,
+        workload=Workload(arrivals=arrivals),
+        executor=ExecutorConfig(**limits),
+    )
+    return simulate(scenario, requests=list(requests), listeners=listeners)
+
+
+def burst(count: int, *, prompt: int = 1, output: int = 1) -> list[Request]:
+    """Requests that all arrive at 0."""
+    return [Request(index, 0, prompt, output) for index in range(count)]
