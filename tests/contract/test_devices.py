@@ -1,0 +1,64 @@
+"""Every device passes the same contract; a broken one does not."""
+
+from contextlib import asynccontextmanager
+
+import pytest
+import trio.testing
+from support import profile
+
+from caltrio.manifest import qwen3_generation
+from caltrio.semantics import PRESETS
+from caltrio.testing import ContractBroken, FakeDevice, check_device
+from caltrio.timing import Costs
+from sim.clock import run_virtual
+from sim.device import SimDevice
+
+TIMING = profile(submit=1000, h2d=3000, compute=50_000, d2h=4000, interrupt=500, post=700)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_sim(preset):
+    async def main(clock):
+        @asynccontextmanager
+        async def opened():
+            yield SimDevice(clock, PRESETS[preset].semantics)
+
+        await check_device(opened)
+
+    run_virtual(main, Costs(TIMING, qwen3_generation(), 0))
+
+
+@pytest.fixture
+def clock():
+    return trio.testing.MockClock(autojump_threshold=0)
+
+
+def opener(cls):
+    @asynccontextmanager
+    async def opened():
+        yield cls(busy_ns=200_000)
+
+    return opened
+
+
+async def test_fake(clock):
+    await check_device(opener(FakeDevice))
+
+
+class Fails(FakeDevice):
+    async def infer(self, job):
+        return 17 if job.job_id == 3 else await super().infer(job)
+
+
+class OutOfOrder(FakeDevice):
+    async def wait(self):
+        done = await super().wait()
+        done.stages.h2d_start_ns = self.timer.now_ns() + 10**9
+        return done
+
+
+@pytest.mark.parametrize("cls", [Fails, OutOfOrder])
+async def test_a_broken_device_is_caught(clock, cls):
+    with pytest.raises((ContractBroken, BaseExceptionGroup, Exception)) as caught:
+        await check_device(opener(cls))
+    assert "ContractBroken" in repr(caught.value) or "Unavailable" in repr(caught.value)

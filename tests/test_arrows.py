@@ -1,0 +1,55 @@
+"""sim -> caltrio <- hw, walked over the real imports."""
+
+import grimp
+import pytest
+
+ALLOWED = {"caltrio": {"caltrio"}, "sim": {"sim", "caltrio"}, "hw": {"hw", "caltrio"}}
+IN_CORE = {"caltrio.core", "caltrio.errors", "caltrio.events", "caltrio.manifest", "caltrio.config",
+           "caltrio.tomlfile", "caltrio.units"}  # fmt: skip
+IO = {"trio", "simpy", "time", "random", "asyncio", "threading", "socket", "numpy"}
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return grimp.build_graph(*ALLOWED, include_external_packages=True)
+
+
+def wrong_arrows(graph):
+    walked = 0
+    wrong = []
+    for module in graph.modules:
+        package = module.split(".")[0]
+        if package not in ALLOWED:
+            continue
+        for imported in graph.find_modules_directly_imported_by(module):
+            walked += 1
+            target = imported.split(".")[0]
+            if target in ALLOWED and target not in ALLOWED[package]:
+                wrong.append((module, imported))
+    return walked, wrong
+
+
+def test_arrows(graph):
+    walked, wrong = wrong_arrows(graph)
+    assert walked > 100, "walked nothing: the test is blind"
+    assert not wrong
+
+
+def test_a_wrong_arrow_is_seen(graph):
+    import copy
+
+    bent = copy.deepcopy(graph)
+    bent.add_import(importer="caltrio.units", imported="sim.clock")
+    bent.add_import(importer="hw", imported="sim.engine")
+    _, wrong = wrong_arrows(bent)
+    assert sorted(wrong) == [("caltrio.units", "sim.clock"), ("hw", "sim.engine")]
+
+
+def test_core_knows_no_io(graph):
+    core = [module for module in graph.modules if module.startswith("caltrio.core")]
+    assert len(core) >= 8
+    for module in core:
+        for imported in graph.find_modules_directly_imported_by(module):
+            assert imported.split(".")[0] not in IO, (module, imported)
+            if imported.startswith("caltrio"):
+                assert any(imported == ok or imported.startswith(ok + ".") for ok in IN_CORE)
