@@ -6,7 +6,7 @@ that a decision review compares; a scenario may state any other combination.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from fractions import Fraction
 from types import MappingProxyType
@@ -71,6 +71,10 @@ def _is_permille(value: float) -> bool:
     return Fraction(repr(value)) * PERMILLE == _permille(value)
 
 
+def _floats(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(values)
+
+
 @frozen
 class EngineSemantics:
     """One reading of the vendor's semantics.
@@ -93,11 +97,15 @@ class EngineSemantics:
     overlap: bool = True
     dma: Dma = field(default=Dma.FULL_DUPLEX, converter=Dma)
     dma_order: DmaOrder = field(default=DmaOrder.READY, converter=DmaOrder)
-    compute_stages: tuple[float, ...] = field(default=(1.0,), converter=tuple)
-    compute_sharing: tuple[float, ...] = field(default=(1.0,), converter=tuple)
+    compute_stages: tuple[float, ...] = field(default=(1.0,), converter=_floats)
+    compute_sharing: tuple[float, ...] = field(default=(1.0,), converter=_floats)
     slot_release: SlotRelease = field(default=SlotRelease.WAIT, converter=SlotRelease)
-    completion_signal: CompletionSignal = field(default=CompletionSignal.PER_JOB, converter=CompletionSignal)
-    completion_order: CompletionOrder = field(default=CompletionOrder.IN_ORDER, converter=CompletionOrder)
+    completion_signal: CompletionSignal = field(
+        default=CompletionSignal.PER_JOB, converter=CompletionSignal
+    )
+    completion_order: CompletionOrder = field(
+        default=CompletionOrder.IN_ORDER, converter=CompletionOrder
+    )
     submit_when_full: SubmitWhenFull = field(default=SubmitWhenFull.BUSY, converter=SubmitWhenFull)
 
     @engines.validator

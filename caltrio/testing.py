@@ -181,5 +181,5 @@ async def _check_cancel(
 
 
 async def _until(ready: Callable[[], bool]) -> None:
-    while not ready():
+    while not ready():  # noqa: ASYNC110 - core has no event of trio's to wait on
         await trio.sleep(1e-5)

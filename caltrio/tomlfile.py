@@ -10,7 +10,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, NewType, TypeVar, get_args, get_origin
+from typing import Any, NewType, TypeVar, get_origin
 
 import cattrs
 from attrs import fields, has

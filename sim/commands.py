@@ -113,7 +113,7 @@ _out_options = (
 @_out_options[0]
 @_out_options[1]
 def simulate(scenario_file: Path | None, **options: Any) -> int:
-    """Run the executor once against the simulated card, and print its latencies and loads.
+    r"""Run the executor once against the simulated card, and print its latencies and loads.
 
     The scenario is SCENARIO.toml, or the defaults; options override it.
 

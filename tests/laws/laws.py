@@ -5,6 +5,7 @@ They know the semantics, but none of the engine's code.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 import numpy as np
@@ -55,7 +56,7 @@ def nothing_early(records):
 
 def disjoint(intervals, what):
     intervals = sorted(interval for interval in intervals if None not in interval)
-    for (_, end), (start, _) in zip(intervals, intervals[1:], strict=False):
+    for (_, end), (start, _) in itertools.pairwise(intervals):
         assert start >= end, f"{what}: one starts at {start}, another ends at {end}"
 
 

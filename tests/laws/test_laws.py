@@ -27,7 +27,7 @@ from sim import device as device_module
 from sim import engine as engine_module
 
 sys.path.insert(0, str(Path(__file__).parent))
-import laws  # noqa: E402
+import laws
 
 STAGES = {"h2d": 200 * US, "compute": MS, "d2h": 300 * US}
 TIMING = profile(submit=20 * US, interrupt=10 * US, post=50 * US, client=100 * US, **STAGES)

@@ -1,6 +1,5 @@
 """Waiting times of M/M/1, M/D/1 and M/G/1, within a 99 % confidence interval of replications."""
 
-
 import numpy as np
 import pytest
 from scipy import stats
@@ -78,8 +77,6 @@ def test_mean_wait(name):
 
 def test_a_server_that_is_a_fifth_too_fast_is_caught(monkeypatch):
     original = engine_module.split_permille
-    monkeypatch.setattr(
-        engine_module, "split_permille", lambda ns, parts: original(ns * 4 // 5, parts)
-    )
+    monkeypatch.setattr(engine_module, "split_permille", lambda ns, parts: original(ns * 4 // 5, parts))
     low, high = interval_ns(Jitter())  # at the load of 0.48 that this makes
     assert not low <= pollaczek_khinchine_ns(0.0) <= high

@@ -108,9 +108,7 @@ def test_more_jobs_than_speeds_queue():
 )
 def test_slot_release(release, third_h2d):
     """One engine, two in flight, infer() blocks: the slot's release is the next job's H2D."""
-    semantics = EngineSemantics(
-        engines=1, slot_release=release, submit_when_full=SubmitWhenFull.BLOCK
-    )
+    semantics = EngineSemantics(engines=1, slot_release=release, submit_when_full=SubmitWhenFull.BLOCK)
     timing = profile(h2d=T, compute=T, d2h=T, interrupt=2 * MS)
     done = run(burst(2), semantics=semantics, timing=timing, max_inflight=2)
     assert times(done, "h2d_start_ns")[1] == (third_h2d,)
