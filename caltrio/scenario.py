@@ -37,14 +37,13 @@ def semantics_from(value: object, made: cattrs.Converter, where: str) -> EngineS
     """A preset by name, ``{preset = "...", field = ...}``, or fields alone."""
     if isinstance(value, str):
         return preset(value)
-    table = value
     if isinstance(value, dict) and "preset" in value:
         rest = {key: inner for key, inner in value.items() if key != "preset"}
         given = structure({"semantics": rest}, _Semantics, where, made).semantics
         names = [attribute.name for attribute in fields(EngineSemantics) if attribute.name in rest]
         changes = {name: getattr(given, name) for name in names}
         return evolve(preset(value["preset"]), **changes)
-    return structure({"semantics": table}, _Semantics, where, made).semantics
+    return structure({"semantics": value}, _Semantics, where, made).semantics
 
 
 def preset(name: object) -> EngineSemantics:
@@ -116,9 +115,10 @@ def load_scenario(path: Path) -> Scenario:
     read = structure(read_toml(path), _File, where, made)
     try:
         for name in read.plan.hypotheses:
-            preset(name)
+            for limit in read.plan.max_inflight:
+                preset(name).check_in_flight(limit)
     except ValueError as error:
-        raise InputError(where, "plan.hypotheses", str(error)) from error
+        raise InputError(where, "plan", str(error)) from error
     try:
         semantics = semantics_from(read.semantics, made, where)
         semantics.check_in_flight(read.executor.max_inflight)

@@ -205,7 +205,7 @@ def _explain(error: BaseException, data: Any, cls: Any) -> tuple[str, str]:
     if isinstance(error, TypeError | AttributeError):
         keys = known_keys(cls)
         form = "a table" if keys else "of the form expected here"
-        return f"{data!r} is not {form}", f"known keys: {', '.join(keys)}" if keys else ""
+        return f"{repr(data)[:80]} is not {form}", f"known keys: {', '.join(keys)}" if keys else ""
     if error.args and isinstance(error.args[0], str):
         return error.args[0], ""  # attrs' validators put the attribute and the value after the prose
     return f"{type(error).__name__}: {error}", ""

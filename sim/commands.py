@@ -125,7 +125,7 @@ def simulate(scenario_file: Path | None, **options: Any) -> int:
 
     TTFT runs from arrival to the first token, TPOT is the mean time per further token of one
     request, ITL the time between two tokens, queueing the wait for admission.
-    """  # fmt: skip
+    """  # fmt: skip  # noqa: D301 - click wants the character, not its escape
     scenario = _override(load_scenario(scenario_file) if scenario_file else Scenario(), options)
     requests = scenario.workload.build(scenario.seed, scenario.base)
     out: Path | None = options["out"]
@@ -167,6 +167,11 @@ def _write_json(path: Path, facts: dict[str, Any]) -> None:
 
 def _override(scenario: Scenario, options: dict[str, Any]) -> Scenario:
     """The scenario with what the command line says. Raises :class:`InputError` naming the option."""
+    name = options["preset_name"]
+    try:
+        semantics = scenario.semantics if name is None else preset(name)
+    except ValueError as error:
+        raise InputError("--semantics", "", str(error)) from error
     try:
         workload = _workload(scenario, options)
         limits = {
@@ -177,12 +182,11 @@ def _override(scenario: Scenario, options: dict[str, Any]) -> Scenario:
             "admission_timeout_ns": options["admission_timeout"],
         }
         given = {name: value for name, value in limits.items() if value is not None}
-        name = options["preset_name"]
         changed = evolve(
             scenario,
             workload=workload,
             executor=evolve(scenario.executor, **given),
-            semantics=scenario.semantics if name is None else preset(name),
+            semantics=semantics,
             seed=scenario.seed if options["seed"] is None else options["seed"],
         )
     except ValueError as error:
@@ -291,12 +295,9 @@ def _latencies(summary: Summary) -> list[tuple[str, Distribution]]:
 
 
 def _first_reason(run: Run, status: str) -> str:
-    outcomes = run.requests.column("outcome").to_pylist()
-    statuses = run.requests.column("status").to_pylist()
-    reasons = run.requests.column("reason").to_pylist()
-    for outcome, found, reason in zip(outcomes, statuses, reasons, strict=True):
-        if outcome == "refused" and found == status:
-            return escape(str(reason))
+    for row in run.requests.select(["outcome", "status", "reason"]).to_pylist():
+        if row["outcome"] == "refused" and row["status"] == status:
+            return escape(str(row["reason"]))
     return "-"
 
 

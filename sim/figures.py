@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from caltrio.observe.records import Columns
 from caltrio.semantics import Dma, EngineSemantics
 from caltrio.units import NS_PER_MS, NS_PER_US
 
@@ -104,10 +105,15 @@ def utilisation(cells: Sequence[Cell], path: Path) -> None:
         _save(figure, path)
 
 
+_TIMELINE_COLUMNS = [
+    "request_id", "sequence_id", "kind", "state", "engine", "infer_ns", "submitted_ns",
+    "h2d_start_ns", "h2d_end_ns", "compute_end_ns", "die_start_ns", "die_end_ns",
+    "d2h_start_ns", "d2h_end_ns", "waited_ns", "ended_ns",
+]  # fmt: skip
 Interval = tuple[str, int, int, int, int]  # row, start_ns, end_ns, request, sequence
 
 
-def timeline(runs: Mapping[str, pa.Table], title: str, semantics: EngineSemantics, path: Path) -> None:
+def timeline(runs: Mapping[str, Columns], title: str, semantics: EngineSemantics, path: Path) -> None:
     """Gantt charts of the middle of each run: a few jobs, and one hand-over magnified.
 
     Args:
@@ -116,11 +122,12 @@ def timeline(runs: Mapping[str, pa.Table], title: str, semantics: EngineSemantic
         semantics: says which stages share a unit.
         path: the SVG to write.
     """
+    tables = {heading: jobs.select(_TIMELINE_COLUMNS) for heading, jobs in runs.items()}
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(11, 0.7 + 2.4 * len(runs)), layout="constrained")
         figure.suptitle(title, fontsize=10)
         grid = figure.subplots(len(runs), 2, squeeze=False, width_ratios=(3, 2))
-        for (heading, jobs), (wide, close) in zip(runs.items(), grid, strict=True):
+        for (heading, jobs), (wide, close) in zip(tables.items(), grid, strict=True):
             window = _steady_window(jobs)
             if window is None:
                 wide.set_title(f"{heading}: no job completed")

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from attrs import define, evolve, frozen
 
 from caltrio.errors import InputError
-from caltrio.observe.records import META_KEY, TABLES
+from caltrio.observe.records import JOB_SCHEMA, META_KEY, REQUEST_SCHEMA, TABLES
 from caltrio.scenario import Scenario, preset
 from caltrio.semantics import PRESETS
 
@@ -193,9 +193,14 @@ class _PlanTables:
         self._writers: dict[str, pq.ParquetWriter] = {}
 
     def add(self, hypothesis: str, limit: int, run: Run) -> None:
-        for name, table in zip(TABLES, (run.jobs, run.requests), strict=True):
+        for name, table, schema in (
+            (TABLES[0], run.jobs, JOB_SCHEMA),
+            (TABLES[1], run.requests, REQUEST_SCHEMA),
+        ):
             rows = table.num_rows
-            wide = table.add_column(0, "max_inflight", pa.array([limit] * rows, pa.int32()))
+            wide = table.select(schema.names).add_column(
+                0, "max_inflight", pa.array([limit] * rows, pa.int32())
+            )
             wide = wide.add_column(0, "hypothesis", pa.array([hypothesis] * rows, pa.string()))
             wide = wide.replace_schema_metadata(None)
             if name not in self._writers:

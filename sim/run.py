@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import trio
 from attrs import frozen
 
@@ -20,7 +19,7 @@ from caltrio.executor import open_executor
 from caltrio.manifest import qwen3_generation
 from caltrio.observe.metrics import Summary, summarise
 from caltrio.observe.perfetto import PerfettoTrace
-from caltrio.observe.records import Recorder, read_tables
+from caltrio.observe.records import Columns, Recorder, stored_tables
 from caltrio.scenario import Scenario
 from caltrio.timing import Costs
 from caltrio.workload.replay import replay
@@ -32,13 +31,13 @@ from .device import SimDevice
 
 @frozen
 class Run:
-    """What a run left: its tables, and its metrics.
+    """What a run left: its tables (``pyarrow.Table``, or on disk if it had a folder), its metrics.
 
     ``complete`` is false if it was interrupted; the tables then hold what had ended by then.
     """
 
-    jobs: pa.Table
-    requests: pa.Table
+    jobs: Columns
+    requests: Columns
     summary: Summary
     complete: bool
     trace_left_out: int = 0
@@ -107,7 +106,7 @@ def simulate(
             trace = PerfettoTrace(folder / "trace.json", scenario.semantics, trace_jobs)
             heard.append(stack.enter_context(trace))
         recorder.complete = run_virtual(main, costs)
-    jobs, ended = recorder.tables() if folder is None else read_tables(folder)
+    jobs, ended = recorder.tables() if folder is None else stored_tables(folder)
     return Run(
         jobs,
         ended,

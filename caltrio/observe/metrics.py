@@ -14,6 +14,7 @@ from attrs import asdict, frozen
 
 from ..core.job import engine_name
 from ..units import NS_PER_S
+from .records import Columns
 
 Ints = npt.NDArray[np.int64]
 
@@ -136,44 +137,52 @@ def _no_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
-def _ints(table: pa.Table, *names: str) -> list[Ints]:
-    """Columns as int64, of the rows where none of them is null."""
-    columns = [table.column(name) for name in names]
-    there = np.logical_and.reduce([np.asarray(pc.is_valid(column)) for column in columns])
-    return [np.asarray(column.fill_null(0)).astype(np.int64, copy=False)[there] for column in columns]
+def _ints(table: Columns, *names: str, **only: str | int) -> list[Ints]:
+    """Columns as int64: of the rows where none is null and the columns of ``only`` have its values.
+
+    Reads just these columns, so that a table on disk of many rows needs little memory.
+    """
+    picked = table.select([*names, *only])
+    keep = np.ones(picked.num_rows, bool)
+    for name in names:
+        keep &= np.asarray(pc.is_valid(picked.column(name)))
+    for name, value in only.items():
+        column = picked.column(name)
+        plain = column.cast(pa.string()) if pa.types.is_dictionary(column.type) else column
+        keep &= np.asarray(pc.fill_null(pc.equal(plain, value), False))  # noqa: FBT003
+    return [
+        np.asarray(picked.column(name).fill_null(0)).astype(np.int64, copy=False)[keep]
+        for name in names
+    ]
 
 
-def _where(table: pa.Table, column: str, value: str) -> pa.Table:
-    return table.filter(pc.equal(table.column(column).cast(pa.string()), value))
+def _counts(table: Columns, name: str, **only: str) -> dict[str, int]:
+    """How often each word stands in a column, in alphabetical order."""
+    picked = table.select([name, *only])
+    for column, value in only.items():
+        picked = picked.filter(pc.equal(picked.column(column).cast(pa.string()), value))
+    return dict(sorted(Counter(picked.column(name).to_pylist()).items()))
 
 
-def _succeeded(jobs: pa.Table) -> pa.Table:
-    return _where(jobs, "state", "succeeded")
-
-
-def token_latencies(jobs: pa.Table) -> Ints:
+def token_latencies(jobs: Columns) -> Ints:
     """ITL samples: time between the deliveries of successive tokens of one request, ns."""
-    request, step, answered = _ints(_succeeded(jobs), "request_id", "step", "answered_ns")
+    request, step, answered = _ints(jobs, "request_id", "step", "answered_ns", state="succeeded")
     order = np.lexsort((step, request))
     same = np.diff(request[order]) == 0
     latencies: Ints = np.diff(answered[order])[same]
     return latencies
 
 
-def summarise(jobs: pa.Table, requests: pa.Table) -> Summary:
+def summarise(jobs: Columns, requests: Columns) -> Summary:
     """The metrics of one run. Tables without rows give a summary of zeros and NaNs."""
     arrival, ended = _ints(requests, "arrival_ns", "ended_ns")
     span_ns = int(ended.max() - arrival.min()) if len(arrival) else 0
-    outcomes = Counter(requests.column("outcome").to_pylist())
-    refused = _where(requests, "outcome", "refused")
-    completed = _where(requests, "outcome", "completed")
-    tokens = int(pc.sum(requests.column("tokens_out")).as_py() or 0)
-
+    (emitted,) = _ints(requests, "tokens_out")
     began, first = _ints(requests, "arrival_ns", "first_token_ns")
     head, tail, count = _ints(requests, "first_token_ns", "last_token_ns", "tokens_out")
     several = count >= 2
     tpot = (tail - head)[several] / (count[several] - 1)
-    came, done = _ints(completed, "arrival_ns", "ended_ns")
+    came, done = _ints(requests, "arrival_ns", "ended_ns", outcome="completed")
     waited, admitted = _ints(requests, "arrival_ns", "admitted_ns")
     held_from, held_to, held = _ints(requests, "admitted_ns", "ended_ns", "kv_tokens")
 
@@ -184,11 +193,11 @@ def summarise(jobs: pa.Table, requests: pa.Table) -> Summary:
         span_ns=span_ns,
         requests=requests.num_rows,
         jobs=jobs.num_rows,
-        tokens=tokens,
-        outcomes=dict(sorted(outcomes.items())),
-        refusals=dict(sorted(Counter(refused.column("status").to_pylist()).items())),
-        tokens_per_s=tokens * rate,
-        requests_per_s=completed.num_rows * rate,
+        tokens=int(emitted.sum()),
+        outcomes=_counts(requests, "outcome"),
+        refusals=_counts(requests, "status", outcome="refused"),
+        tokens_per_s=int(emitted.sum()) * rate,
+        requests_per_s=len(done) * rate,
         loaded_tokens_per_s=_loaded_tokens_per_s(jobs, requests),
         ttft=distribution(first - began),
         tpot=distribution(tpot),
@@ -202,42 +211,47 @@ def summarise(jobs: pa.Table, requests: pa.Table) -> Summary:
     )
 
 
-def _loaded_tokens_per_s(jobs: pa.Table, requests: pa.Table) -> float:
+def _loaded_tokens_per_s(jobs: Columns, requests: Columns) -> float:
     arrived, admitted = _ints(requests, "arrival_ns", "admitted_ns")
-    wanted = requests.filter(pc.greater(requests.column("output_tokens"), 0))
-    done = _succeeded(jobs)
-    # A prefill of a request that wants no token delivers none.
-    done = done.filter(pc.is_in(done.column("request_id"), wanted.column("request_id")))
-    (delivered,) = _ints(done, "answered_ns")
     if not len(admitted) or admitted.max() <= arrived.min():
         return 0.0
-    loaded_ns = int(admitted.max() - arrived.min())
-    return int((delivered <= admitted.max()).sum()) * NS_PER_S / loaded_ns
+    request, delivered = _ints(jobs, "request_id", "answered_ns", state="succeeded")
+    # A prefill of a request that wants no token delivers none.
+    (silent,) = _ints(requests, "request_id", output_tokens=0)
+    in_time = (delivered <= admitted.max()) & ~np.isin(request, silent)
+    return int(in_time.sum()) * NS_PER_S / int(admitted.max() - arrived.min())
 
 
-def _utilisation(jobs: pa.Table, span_ns: int) -> dict[str, float]:
+def _dies(jobs: Columns) -> int:
+    """Compute stages of a job: the same for every job of a run."""
+    starts = jobs.select(["die_start_ns"]).column("die_start_ns")
+    return int(pc.max(pc.list_value_length(starts)).as_py() or 0)
+
+
+def _utilisation(jobs: Columns, span_ns: int) -> dict[str, float]:
     """Busy share of each stage, die and engine over the span."""
 
-    def busy(table: pa.Table, start: str, end: str) -> float:
-        return occupancy(_ints(table, start, end), span_ns).busy
+    def busy(start: str, end: str, **only: str | int) -> float:
+        return occupancy(_ints(jobs, start, end, **only), span_ns).busy
 
     stages = {
-        "submitter": busy(jobs, "infer_ns", "submitted_ns"),
-        "h2d": busy(jobs, "h2d_start_ns", "h2d_end_ns"),
-        "compute": busy(jobs, "compute_start_ns", "compute_end_ns"),
-        "d2h": busy(jobs, "d2h_start_ns", "d2h_end_ns"),
-        "completer": busy(_succeeded(jobs), "waited_ns", "ended_ns"),
+        "submitter": busy("infer_ns", "submitted_ns"),
+        "h2d": busy("h2d_start_ns", "h2d_end_ns"),
+        "compute": busy("compute_start_ns", "compute_end_ns"),
+        "d2h": busy("d2h_start_ns", "d2h_end_ns"),
+        "completer": busy("waited_ns", "ended_ns", state="succeeded"),
     }
-    ran = jobs.filter(pc.is_valid(jobs.column("die_start_ns")))
-    dies = int(pc.max(pc.list_value_length(ran.column("die_start_ns"))).as_py() or 0)
+    dies = _dies(jobs)
     if dies > 1:
+        ran = jobs.select(["die_start_ns", "die_end_ns"])
+        ran = ran.filter(pc.is_valid(ran.column("die_start_ns")))
         for die in range(dies):
             starts = np.asarray(pc.list_element(ran.column("die_start_ns"), die), np.int64)
             ends = np.asarray(pc.list_element(ran.column("die_end_ns"), die), np.int64)
             stages[f"die{die}"] = occupancy((starts, ends), span_ns).busy
-    for engine in sorted(set(jobs.column("engine").to_pylist()) - {-1}):
-        own = jobs.filter(pc.equal(jobs.column("engine"), engine))
-        stages[engine_name(engine)] = busy(own, "submitted_ns", "waited_ns")
+    (engines,) = _ints(jobs, "engine")
+    for engine in np.unique(engines[engines >= 0]):
+        stages[engine_name(int(engine))] = busy("submitted_ns", "waited_ns", engine=int(engine))
     return stages
 
 
@@ -249,20 +263,19 @@ class Slo:
     tpot_ns: int | None = None
 
 
-def goodput_per_s(requests: pa.Table, slo: Slo, span_ns: int) -> float:
-    """Completed requests per second that met the SLO."""
+def goodput_per_s(requests: Columns, slo: Slo, span_ns: int) -> float:
+    """Completed requests per second that met the SLO; one without a token has no TTFT to miss."""
     if not span_ns:
         return 0.0
-    completed = _where(requests, "outcome", "completed")
-    good = 0
-    for arrival, first, last, count in zip(
-        *(
-            completed.column(name).to_pylist()
-            for name in ("arrival_ns", "first_token_ns", "last_token_ns", "tokens_out")
-        ),
-        strict=True,
-    ):
-        late = slo.ttft_ns is not None and first is not None and first - arrival > slo.ttft_ns
-        slow = slo.tpot_ns is not None and count >= 2 and last - first > slo.tpot_ns * (count - 1)
-        good += not (late or slow)
-    return good * NS_PER_S / span_ns
+    (ended,) = _ints(requests, "ended_ns", outcome="completed")
+    bad = np.zeros(0, np.int64)
+    request, arrival, first, last, count = _ints(
+        requests,
+        "request_id", "arrival_ns", "first_token_ns", "last_token_ns", "tokens_out",
+        outcome="completed",
+    )  # fmt: skip
+    if slo.ttft_ns is not None:
+        bad = np.union1d(bad, request[first - arrival > slo.ttft_ns])
+    if slo.tpot_ns is not None:
+        bad = np.union1d(bad, request[last - first > slo.tpot_ns * (count - 1)])
+    return (len(ended) - len(bad)) * NS_PER_S / span_ns

@@ -12,12 +12,13 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from attrs import frozen
 
 from ..core.job import Job
 from ..core.request import RequestState
@@ -258,6 +259,40 @@ def _shifter(start_ns: int) -> Callable[[pa.Schema, tuple[Any, ...]], tuple[Any,
         )
 
     return shift
+
+
+class Columns(Protocol):
+    """A table of which columns can be had: a ``pyarrow.Table``, or one on disk."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+
+    def select(self, columns: list[str]) -> pa.Table:
+        """These columns only."""
+
+
+@frozen
+class StoredTable:
+    """A table on disk. Columns are read as they are asked for: a long run never fits in memory."""
+
+    path: Path
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+        return cast(int, pq.read_metadata(self.path).num_rows)
+
+    def select(self, columns: list[str]) -> pa.Table:
+        """These columns only."""
+        with pq.ParquetFile(self.path) as file:
+            return file.read(columns)
+
+
+def stored_tables(folder: Path) -> tuple[StoredTable, StoredTable]:
+    """(jobs, requests) of a run's folder, not yet read."""
+    jobs, requests = (StoredTable(folder / f"{name}.parquet") for name in TABLES)
+    return jobs, requests
 
 
 def read_tables(folder: Path) -> tuple[pa.Table, pa.Table]:

@@ -18,6 +18,9 @@ from .requests import Request, stream
 from .traces import FORMATS, read_trace
 
 _MOST_REQUESTS = 100_000_000
+_MOST_TOKENS = 10**9
+_MOST_NS = 2**62
+_CV = (0.001, 1_000.0)  # beyond, the drawn numbers overflow
 
 
 class ArrivalKind(StrEnum):
