@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import EntryPoint, entry_points
-from typing import NoReturn
 
 import click
 
@@ -50,11 +49,6 @@ def caltrio() -> None:
       caltrio semantics            what the hypotheses are
       caltrio simulate --help      one run, on a trace or on made-up requests
     """  # noqa: D301 - click wants the character, not its escape
-
-
-def main() -> NoReturn:
-    """Run the command line and exit; entry point of the console script."""
-    sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:

@@ -113,7 +113,7 @@ _out_options = (
 @_out_options[0]
 @_out_options[1]
 def simulate(scenario_file: Path | None, **options: Any) -> int:
-    r"""Run the executor once against the simulated card, and print its latencies and loads.
+    """Run the executor once against the simulated card, and print its latencies and loads.
 
     The scenario is SCENARIO.toml, or the defaults; options override it.
 
@@ -191,6 +191,11 @@ def _override(scenario: Scenario, options: dict[str, Any]) -> Scenario:
         )
     except ValueError as error:
         raise InputError("command line", "", str(error.args[0])) from error
+    if options["preset_name"] is not None:
+        try:
+            changed = evolve(changed, semantics=preset(options["preset_name"]))
+        except ValueError as error:
+            raise InputError("--semantics", "", str(error)) from error
     if options["timing"] is not None:
         changed = evolve(changed, timing=load_timing(options["timing"]))
     try:

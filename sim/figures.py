@@ -77,7 +77,8 @@ def _bars(axes: Axes, cells: Sequence[Cell], names: list[str], limits: list[int]
         heights = [_value(of_limit[name], key) for name in names]
         bars = axes.bar(at, heights, width, label=f"{limit} in flight", color=COLOURS[index],
                         hatch=HATCHES[index], edgecolor="white")  # fmt: skip
-        axes.bar_label(bars, fmt="{:.3g}", fontsize=7, padding=1)
+        axes.bar_label(bars, fmt="{:.3g}", fontsize=7, label_type="center",
+                       bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none"})  # fmt: skip
     axes.set_xticks(range(len(names)), names, rotation=25, ha="right")
 
 

@@ -12,6 +12,7 @@ def test_face(name):
     assert package.__doc__
     names = getattr(package, "__all__", [])
     assert len(set(names)) == len(names)
+    assert sorted(names) == sorted(getattr(package, "_HOME", names))
     for exported in names:
         thing = getattr(package, exported)
         if inspect.isclass(thing) or inspect.isfunction(thing):

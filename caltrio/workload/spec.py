@@ -15,12 +15,10 @@ from ..errors import InputError
 from ..tomlfile import one_of
 from ..units import NS_PER_S
 from .requests import Request, stream
-from .traces import FORMATS, read_trace
+from .traces import FORMATS, MOST_NS, MOST_TOKENS, read_trace
 
 _MOST_REQUESTS = 100_000_000
-_MOST_TOKENS = 10**9
-_MOST_NS = 2**62
-_CV = (0.001, 1_000.0)  # beyond, the drawn numbers overflow
+_CV = 0.001, 1_000.0  # beyond, the numbers drawn overflow
 
 
 class ArrivalKind(StrEnum):
@@ -46,6 +44,20 @@ def _positive(_instance: Any, attribute: Any, value: Any) -> None:
         raise ValueError(f"{attribute.name} is {value}; give a number above 0")
 
 
+def _drawable(_instance: Any, attribute: Any, value: float) -> None:
+    least, most = _CV
+    if not least <= value <= most:
+        raise ValueError(f"{attribute.name} is {value}; give {least} to {most:.0f}")
+
+
+def _tokens(least: int) -> Any:
+    def check(_instance: Any, attribute: Any, value: int) -> None:
+        if not least <= value <= MOST_TOKENS:
+            raise ValueError(f"{attribute.name} is {value}; give {least} to {MOST_TOKENS}")
+
+    return check
+
+
 @frozen
 class Arrivals:
     """The arrival process.
@@ -61,7 +73,7 @@ class Arrivals:
     kind: ArrivalKind = field(default=ArrivalKind.CLOSED, converter=ArrivalKind)
     rate: float | None = field(default=None, validator=_positive)
     scale: float = field(default=1.0, validator=_positive)
-    cv: float = field(default=1.0, validator=_positive)
+    cv: float = field(default=1.0, validator=_drawable)
     clients: int = field(default=1, validator=_positive)
 
     def __attrs_post_init__(self) -> None:
@@ -81,15 +93,10 @@ class Lengths:
     """Prompt and output lengths, in tokens; means where they vary, with their cv."""
 
     kind: LengthKind = field(default=LengthKind.FIXED, converter=LengthKind)
-    prompt_tokens: int = field(default=1024, validator=_positive)
-    output_tokens: int = field(default=128)
-    prompt_cv: float = field(default=1.0, validator=_positive)
-    output_cv: float = field(default=1.0, validator=_positive)
-
-    @output_tokens.validator
-    def _not_negative(self, _attribute: object, value: int) -> None:
-        if value < 0:
-            raise ValueError(f"output_tokens is {value}; give 0 or more")
+    prompt_tokens: int = field(default=1024, validator=_tokens(1))
+    output_tokens: int = field(default=128, validator=_tokens(0))
+    prompt_cv: float = field(default=1.0, validator=_drawable)
+    output_cv: float = field(default=1.0, validator=_drawable)
 
 
 @frozen
@@ -109,7 +116,7 @@ class Workload:
     arrivals: Arrivals = field(factory=Arrivals)
     lengths: Lengths = field(factory=Lengths)
     requests: int | None = field(default=None, validator=_positive)
-    max_tokens: int = field(default=16_384, validator=_positive)
+    max_tokens: int = field(default=16_384, validator=_tokens(1))
 
     @format.validator  # noqa: A003 - the attribute, not the builtin
     def _known(self, _attribute: object, value: str) -> None:
@@ -162,6 +169,8 @@ class Workload:
                     )  # fmt: skip
                 wanted_ns = (count - 1) * NS_PER_S / Fraction(repr(spec.rate))
                 factor = wanted_ns / last_ns
+            if last_ns * factor >= MOST_NS:
+                raise self._never_ends()
             return [round(row.arrival_ns * factor) for row in rows]
         assert spec.rate is not None
         random = stream(seed, "arrivals")
@@ -173,7 +182,18 @@ class Workload:
         else:
             gaps = np.full(count, mean_s)
         gaps[0] = 0.0  # a run starts with its first request
-        return [int(instant) for instant in np.rint(np.cumsum(gaps) * NS_PER_S)]
+        seconds = np.cumsum(gaps)
+        if not seconds[-1] < MOST_NS / NS_PER_S:
+            raise self._never_ends()
+        return [int(instant) for instant in np.rint(seconds * NS_PER_S)]
+
+    def _never_ends(self) -> InputError:
+        rate, scale = self.arrivals.rate, self.arrivals.scale
+        given = f"scale {scale}" if rate is None else f"rate {rate}"
+        return InputError(
+            "workload.arrivals", "", f"with {given} the last request comes after 146 years",
+            "give more",
+        )  # fmt: skip
 
     def _lengths(self, seed: int, count: int, rows: list[Request]) -> tuple[list[int], list[int]]:
         spec = self.lengths

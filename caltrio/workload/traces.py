@@ -27,8 +27,8 @@ from ..tomlfile import read_text
 from ..units import NS_PER_MS, NS_PER_S
 from .requests import Request
 
-_MOST_TOKENS = 10**9
-_MOST_NS = 2**62
+MOST_TOKENS = 10**9
+MOST_NS = 2**62
 
 
 @frozen
@@ -54,7 +54,7 @@ def _scaled(text: str, factor: int) -> int:
     if not _NUMBER.fullmatch(text):
         raise ValueError(text)
     value = Decimal(text) * factor
-    if abs(value) >= _MOST_NS:
+    if abs(value) >= MOST_NS:
         raise ValueError(text)
     return round(value)
 
@@ -195,7 +195,7 @@ def _csv_rows(text: str, where: str, form: str) -> Iterator[_Row]:
 
 def _tokens(value: object, where: str, place: str) -> int:
     text = str(value)
-    if isinstance(value, bool) or not re.fullmatch(r"[0-9]{1,10}", text) or int(text) > _MOST_TOKENS:
+    if not re.fullmatch(r"[0-9]{1,10}", text) or int(text) > MOST_TOKENS:
         raise InputError(
             where, place, f"{text[:60]!r} is not a token count", "give a whole number, 0 or more"
         )
@@ -218,9 +218,14 @@ def _json_rows(text: str, where: str) -> Iterator[_Row]:
         for key in ("timestamp", "input_length", "output_length"):
             if key not in row:
                 raise InputError(where, place, f"key {key!r} is missing", "add it")
+            if not isinstance(row[key], int | float | Decimal) or isinstance(row[key], bool):
+                raise InputError(
+                    where,
+                    f"{place}, key {key!r}",
+                    f"{json.dumps(row[key], default=str)[:60]} is not a number",
+                    "give a number",
+                )
         try:
-            if not _is_number(row["timestamp"]):
-                raise ValueError(row["timestamp"])
             arrival_ns = _scaled(str(row["timestamp"]), NS_PER_MS)
         except ValueError as error:
             raise InputError(
