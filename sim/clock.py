@@ -1,7 +1,8 @@
-"""Trio's clock on SimPy time, the pump that moves it, and the executor's timer in virtual time.
+"""Trio's clock on SimPy time, and the executor's timer in virtual time.
 
-The pump waits until every task is blocked, then steps through SimPy's events until one of them
-wakes a task: one wake-up per quiescence. Everything timed is a SimPy event with a rank (see
+Before trio blocks, that is once no task can run, it asks its clock how long it may sleep. This one
+answers by stepping through SimPy's events until one of them wakes a task, or until trio's next
+deadline: one wake-up per quiescence. Everything timed is a SimPy event with a rank (see
 :class:`caltrio.timer.Rank`), so that ties are broken by the model and never by trio.
 """
 
@@ -13,9 +14,8 @@ from typing import TypeVar
 
 import simpy
 import trio
-import trio.testing
 from simpy.events import Event
-from trio.lowlevel import Abort, RaiseCancelT, current_task, reschedule, wait_task_rescheduled
+from trio.lowlevel import Abort, RaiseCancelT, Task, current_task, reschedule, wait_task_rescheduled
 
 from caltrio.errors import CaltrioError
 from caltrio.timer import Rank
@@ -24,7 +24,7 @@ from caltrio.units import NS_PER_S
 
 T = TypeVar("T")
 
-_NEVER_S = 1e9  # real seconds that trio may sleep: the pump, not the deadline, ends a sleep
+_NEVER_S = 1e9  # real seconds that trio may sleep if only the world outside can wake a task
 _TIE_BITS = 48
 
 
@@ -69,7 +69,9 @@ class SimClock(trio.abc.Clock):
         self.env = simpy.Environment(initial_time=0)
         self.costs = costs
         self._woke = False
-        self._next_deadline_s = math.inf
+        self._moving = True
+        self._failure: Exception | None = None
+        self._watcher: Task | None = None
 
     # --- trio.abc.Clock ---------------------------------------------------------------------------
 
@@ -81,12 +83,71 @@ class SimClock(trio.abc.Clock):
         return self.env.now / NS_PER_S
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        """Real seconds to sleep: none if the deadline has passed, else until the pump acts.
+        """Move virtual time until a task can run; then trio need not sleep at all.
 
-        Trio asks this of its next deadline whenever no task can run, so it also tells the pump.
+        Trio calls this with its next deadline, when no task is runnable and it is about to block.
         """
-        self._next_deadline_s = deadline
-        return 0 if deadline <= self.current_time() else _NEVER_S
+        if not self._moving:
+            return _NEVER_S
+        try:
+            return 0.0 if self._advance(deadline) else _NEVER_S
+        except Exception as error:  # a defect of the model: hand it to a task, trio cannot take it
+            if self._failure is not None:
+                raise
+            self._fail(error)
+            return 0.0
+
+    def _advance(self, deadline_s: float) -> bool:
+        """Step to the next wake-up or to trio's deadline; false if there is nothing to wait for."""
+        env = self.env
+        self._woke = False
+        while not self._woke:
+            next_ns = env.peek()
+            if next_ns == math.inf == deadline_s:
+                if self._failure is not None:
+                    return False
+                self._fail(
+                    VirtualDeadlock(
+                        "every task is blocked and nothing is scheduled; "
+                        "a task waits for something that no device and no timer will bring"
+                    )
+                )
+                return True
+            if deadline_s <= next_ns / NS_PER_S:
+                self._go_to(deadline_s)
+                return True
+            env.step()
+        return True
+
+    def _go_to(self, deadline_s: float) -> None:
+        """The next thing to happen is a deadline of trio's: be there, and let trio act on it."""
+        at_ns = math.ceil(deadline_s * NS_PER_S)
+        if at_ns / NS_PER_S < deadline_s:
+            at_ns += 1  # the product was rounded down
+        if at_ns > self.now_ns():
+            RankedEvent(self.env).after(at_ns - self.now_ns(), Rank.DEADLINE, 0)
+            self.env.step()
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        if self._watcher is not None:
+            reschedule(self._watcher)
+
+    async def failure(self) -> Exception:
+        """Wait until virtual time cannot move on, and return why."""
+        self._watcher = current_task()
+
+        def abort(_raise_cancel: RaiseCancelT) -> Abort:
+            self._watcher = None
+            return Abort.SUCCEEDED
+
+        await wait_task_rescheduled(abort)
+        assert self._failure is not None
+        return self._failure
+
+    def stop(self) -> None:
+        """Leave virtual time where it is."""
+        self._moving = False
 
     # --- caltrio.timer.Timer ------------------------------------------------------------------------
 
@@ -122,37 +183,6 @@ class SimClock(trio.abc.Clock):
         callbacks.append(wake)
         await wait_task_rescheduled(abort)
 
-    # --- the pump -------------------------------------------------------------------------------------
-
-    async def pump(self) -> None:
-        """Move virtual time whenever every other task is blocked. Runs until cancelled.
-
-        Raises :class:`VirtualDeadlock` if nothing can ever happen again.
-        """
-        env = self.env
-        while True:
-            await trio.testing.wait_all_tasks_blocked()
-            self._woke = False
-            while not self._woke:
-                next_ns = env.peek()
-                if next_ns == math.inf == self._next_deadline_s:
-                    raise VirtualDeadlock(
-                        "every task is blocked and nothing is scheduled; "
-                        "a task waits for something that no device and no timer will bring"
-                    )
-                if self._next_deadline_s <= next_ns / NS_PER_S:
-                    self._go_to_deadline()
-                    break
-                env.step()
-
-    def _go_to_deadline(self) -> None:
-        """The next thing to happen is a deadline of trio's: be there, and let trio act on it."""
-        at_ns = math.ceil(self._next_deadline_s * NS_PER_S)
-        if at_ns / NS_PER_S < self._next_deadline_s:
-            at_ns += 1  # the product was rounded down
-        RankedEvent(self.env).after(max(at_ns - self.now_ns(), 0), Rank.DEADLINE, 0)
-        self.env.step()
-
 
 def run_virtual(main: Callable[[SimClock], Awaitable[T]], costs: Costs) -> T:
     """``trio.run`` in virtual time: runs ``main(clock)`` and returns its result.
@@ -166,21 +196,18 @@ def run_virtual(main: Callable[[SimClock], Awaitable[T]], costs: Costs) -> T:
         async with trio.open_nursery() as nursery:
             scope = trio.CancelScope()
 
-            async def pump() -> None:
+            async def watch() -> None:
                 nonlocal failure
-                try:
-                    await clock.pump()
-                except VirtualDeadlock as error:
-                    failure = error
-                    scope.cancel()
-                    await clock.pump()  # the way out takes virtual time too
+                failure = await clock.failure()
+                scope.cancel()
 
-            nursery.start_soon(pump)
+            nursery.start_soon(watch)
             try:
                 with scope:
                     result = await main(clock)
-            except BaseException as error:  # noqa: BLE001 - raised below, outside the nursery's grouping
+            except BaseException as error:  # noqa: BLE001 - raised below, outside the nursery
                 failure = failure or error
+            clock.stop()
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure

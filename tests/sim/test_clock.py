@@ -98,3 +98,44 @@ def test_large_times_keep_their_nanoseconds():
         return clock.now_ns() - month
 
     assert run_virtual(main, COSTS) == pytest.approx(1_007, abs=1)
+
+
+def test_time_stands_while_a_task_can_run():
+    async def main(clock):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(clock.sleep_until_ns, 5, Rank.ARRIVAL, 0)
+            for _ in range(50):
+                await trio.lowlevel.checkpoint()
+                assert clock.now_ns() == 0
+        return clock.now_ns()
+
+    assert run_virtual(main, COSTS) == 5
+
+
+def test_a_defect_of_the_model_comes_out_and_ends_the_run():
+    async def main(clock):
+        def broken():
+            yield clock.env.timeout(10)
+            raise ZeroDivisionError("in the model")
+
+        clock.env.process(broken())
+        await trio.sleep(1)
+
+    with pytest.raises(ZeroDivisionError, match="in the model"):
+        run_virtual(main, COSTS)
+
+
+def test_a_deadlock_lets_main_clean_up_in_virtual_time():
+    cleaned = []
+
+    async def main(clock):
+        try:
+            await trio.Event().wait()
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.sleep(2)
+            cleaned.append(clock.now_ns())
+
+    with pytest.raises(VirtualDeadlock):
+        run_virtual(main, COSTS)
+    assert cleaned == [2 * 10**9]
