@@ -65,8 +65,8 @@ def test_a_full_table_is_read_with_its_units():
         width="2kB/s", numbers=[1, 2], words=["a"], inner={"depth": 4, "wait": "1us"},
     )  # fmt: skip
     assert read == Outer(
-        1, "a", 2.0, True, Colour.GREEN, 3, 0.5, 40_000_000, 5_900, 2_000, (1, 2), ("a",),
-        Inner(4, 1_000),
+        1, "a", 2.0, flag=True, colour=Colour.GREEN, limit=3, rate=0.5, time=40_000_000, slope=5_900,
+        width=2_000, numbers=(1, 2), words=("a",), inner=Inner(4, 1_000),
     )  # fmt: skip
     assert isinstance(read.share, float)
 
@@ -97,7 +97,7 @@ def test_a_full_table_is_read_with_its_units():
         ({"inner": {"depth": "x"}}, "inner.depth: 'x' is not a whole number"),
         ({"inner": {"wait": "-1s"}}, "inner.wait: '-1s' is negative; a duration is 0 or more"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_is_named_with_its_key(table, text):
     assert fault(**table) == text
 
