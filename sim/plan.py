@@ -101,6 +101,7 @@ def _why(one: Any, two: Any, gain: float, worse: float) -> str:
         f"tokens/s {gain:+.1%} ({'passes' if gain >= MIN_GAIN else 'misses'} +10 %)",
         f"TPOT P99 {worse:+.1%} ({'within' if worse <= MAX_TPOT_P99 else 'beyond'} +5 %)",
         f"compute idles {idle:.1%} of the time with one in flight and {after:.1%} now",
+        f"two or more jobs are on the device {two.overlap:.0%} of its busy time",
     ]
     if gain > idle / (1 - idle) + 0.02 if idle < 1 else False:
         parts.append("most of the gain is two jobs computing at once, not hidden transfers")

@@ -88,7 +88,10 @@ def test_a_full_table_is_read_with_its_units():
         ({"rate": "1"}, "rate: '1' is not a number"),
         ({"time": 40}, 'time: 40 has no unit; write it as text with one, as in "40ms"'),
         ({"time": "-1ms"}, "time: '-1ms' is negative; a duration is 0 or more"),
-        ({"width": "0B/s"}, "width: '0B/s' is a bandwidth of 0, over which nothing ever arrives; give more"),
+        (
+            {"width": "0B/s"},
+            "width: '0B/s' is a bandwidth of 0, over which nothing ever arrives; give more",
+        ),
         ({"numbers": [1, "2"]}, "numbers.1: '2' is not a whole number"),
         ({"numbers": "12"}, "numbers: '12' is not a list; write it in brackets"),
         ({"words": "ab"}, "words: 'ab' is not a list; write it in brackets"),

@@ -39,6 +39,7 @@ class PerfettoTrace:
         self._start_ns = start_ns
         self._shared = len(semantics.compute_sharing) > 1
         self._tracks: dict[tuple[int, str], int] = {}
+        self._lane_ends: dict[tuple[str, int], int] = {}
         self._file = path.open("w", encoding="utf-8")
         self._file.write('{"displayTimeUnit":"ns","traceEvents":[\n')
         self._separator = ""
@@ -86,6 +87,14 @@ class PerfettoTrace:
             }
         )
 
+    def _lane(self, track: str, start_ns: int, end_ns: int) -> str:
+        """A track for jobs that may compute at once: slices that overlap on one cannot be shown."""
+        lane = 1
+        while start_ns < self._lane_ends.get((track, lane), start_ns):
+            lane += 1
+        self._lane_ends[track, lane] = end_ns
+        return track if lane == 1 else f"{track} {lane}"
+
     def __call__(self, event: Event) -> None:
         """Take in one fact."""
         if not isinstance(event, JobEnded):
@@ -102,8 +111,9 @@ class PerfettoTrace:
         name = "compute" if len(starts) <= 1 else "die"
         for die, (start, end) in enumerate(zip(starts, ends, strict=True)):
             track = name if len(starts) <= 1 else f"{name}{die}"
-            # Jobs that compute at once would overlap on one track, which the format cannot show.
-            self._slice(_DEVICE, f"{track} ({slot})" if self._shared else track, job, start, end)
+            if self._shared:
+                track = self._lane(f"{track} ({slot})", start, end)
+            self._slice(_DEVICE, track, job, start, end)
         h2d, d2h = ("dma", "dma") if half else ("h2d", "d2h")
         self._slice(_DEVICE, h2d, job, stages.h2d_start_ns, stages.h2d_end_ns)
         self._slice(_DEVICE, d2h, job, stages.d2h_start_ns, stages.d2h_end_ns)
