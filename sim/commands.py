@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import click
@@ -28,7 +29,6 @@ from .run import Run
 from .run import simulate as run_simulation
 
 RUN_FILES = ("jobs.parquet", "requests.parquet", "trace.json", "timeline.svg", "summary.json")
-EXIT_INTERRUPTED = 130
 
 
 class _Duration(click.ParamType[int]):
@@ -155,10 +155,15 @@ def simulate(scenario_file: Path | None, **options: Any) -> int:
         print_json(facts)
     else:
         _print_run(run, good, out)
-    if not run.complete:
-        click.echo("caltrio simulate: interrupted; what had ended by then is kept", err=True)
-        return EXIT_INTERRUPTED
-    return 0
+    return _exit_code("simulate", run.stopped_by, "what had ended by then is kept")
+
+
+def _exit_code(command: str, stopped_by: Signals | None, kept: str) -> int:
+    """0, or what a shell expects after a signal: 130 for an interrupt."""
+    if stopped_by is None:
+        return 0
+    click.echo(f"caltrio {command}: interrupted by {stopped_by.name}; {kept}", err=True)
+    return 128 + stopped_by
 
 
 def _write_json(path: Path, facts: dict[str, Any]) -> None:
@@ -349,10 +354,7 @@ def plan(
         print_json(made.to_json())
     elif made.complete:
         _print_plan(made, out)
-    if not made.complete:
-        click.echo("caltrio plan: interrupted; the runs that had ended are kept", err=True)
-        return EXIT_INTERRUPTED
-    return 0
+    return _exit_code("plan", made.stopped_by, "the runs that had ended are kept")
 
 
 def _print_plan(made: Any, out: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from signal import Signals
 from typing import Any, Self
 
 import pyarrow as pa
@@ -53,11 +54,16 @@ class Cell:
 
 @define
 class Plan:
-    """A plan: its cells in order; ``complete`` is false if it was interrupted."""
+    """A plan: its cells in order, and the signal that ended it early, if one did."""
 
     scenario: Scenario
     cells: list[Cell]
-    complete: bool = False
+    stopped_by: Signals | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Did every cell run to its end?"""
+        return self.stopped_by is None
 
     @property
     def limits(self) -> list[int]:
@@ -154,13 +160,14 @@ def make_plan(
             run = simulate(cell_scenario, requests=requests, on_request=count)
             tables.add(name, limit, run)
             if not run.complete:
+                plan.stopped_by = run.stopped_by
                 return plan
             if limit == 1:
                 base = run
             assert base is not None, "limits are sorted, and 1 is among them"
             gate = None if limit == 1 else judge(base, run)
             plan.cells.append(Cell(name, limit, run, gate))
-        tables.complete = plan.complete = True
+        tables.complete = True
     _write(plan, folder, command)
     return plan
 

@@ -33,14 +33,20 @@ from .device import SimDevice
 class Run:
     """What a run left: its tables (``pyarrow.Table``, or on disk if it had a folder), its metrics.
 
-    ``complete`` is false if it was interrupted; the tables then hold what had ended by then.
+    ``stopped_by`` is the signal that ended it early, if one did; the tables then hold what had
+    ended by then.
     """
 
     jobs: Columns
     requests: Columns
     summary: Summary
-    complete: bool
+    stopped_by: signal.Signals | None = None
     trace_left_out: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Did every request end by itself?"""
+        return self.stopped_by is None
 
 
 def about_run(scenario: Scenario, device: str) -> dict[str, Any]:
@@ -75,8 +81,8 @@ def simulate(
         listeners: further listeners to the executor's facts.
         on_request: called at the end of each request.
 
-    An interrupt (SIGINT, in the main thread) ends the run in good order: the result is marked
-    incomplete. Raises :class:`~caltrio.errors.InputError` for a workload that cannot be read.
+    SIGINT or SIGTERM, in the main thread, ends the run in good order, and the result says so.
+    Raises :class:`~caltrio.errors.InputError` for a workload that cannot be read.
     """
     if requests is None:
         requests = scenario.workload.build(scenario.seed, scenario.base)
@@ -85,18 +91,23 @@ def simulate(
     recorder = Recorder(folder, about_run(scenario, "sim"), on_request=on_request)
     scenario.semantics.check_in_flight(scenario.executor.max_inflight)
 
-    async def main(clock: SimClock) -> bool:
+    async def main(clock: SimClock) -> signal.Signals | None:
         device = SimDevice(clock, scenario.semantics)
-        finished = False
+        stopped_by = None
+
+        async def heed_signals() -> None:
+            nonlocal stopped_by
+            stopped_by = await _next_signal()
+            nursery.cancel_scope.cancel()
+
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_cancel_on_interrupt, nursery.cancel_scope)
+            nursery.start_soon(heed_signals)
             async with open_executor(
                 device, generation, scenario.executor, listeners=heard
             ) as executor:
                 await replay(executor, clock, requests, scenario.workload.clients)
-                finished = True
             nursery.cancel_scope.cancel()
-        return finished
+        return stopped_by
 
     with ExitStack() as stack:
         stack.enter_context(recorder)
@@ -105,21 +116,23 @@ def simulate(
         if folder is not None and trace_jobs:
             trace = PerfettoTrace(folder / "trace.json", scenario.semantics, trace_jobs)
             heard.append(stack.enter_context(trace))
-        recorder.complete = run_virtual(main, costs)
+        stopped_by = run_virtual(main, costs)
+        recorder.complete = stopped_by is None
     jobs, ended = recorder.tables() if folder is None else stored_tables(folder)
     return Run(
         jobs,
         ended,
         summarise(jobs, ended),
-        recorder.complete,
+        stopped_by,
         0 if trace is None else trace.left_out,
     )
 
 
-async def _cancel_on_interrupt(scope: trio.CancelScope) -> None:
-    """Ctrl-C cancels the run instead of hitting whatever SimPy is in the middle of."""
+async def _next_signal() -> signal.Signals:
+    """The next SIGINT or SIGTERM, taken by a task instead of hitting SimPy in the middle of a step."""
     if threading.current_thread() is not threading.main_thread():
-        return  # only the main thread may handle signals
-    with trio.open_signal_receiver(signal.SIGINT) as signals:
-        async for _ in signals:
-            scope.cancel()
+        await trio.sleep_forever()  # only the main thread may handle signals
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for number in signals:
+            return signal.Signals(number)
+    raise AssertionError("the signals of a process never end")
