@@ -460,9 +460,10 @@ class Core:
         if job.error is None:
             job.error = error
         self._note(job.request, job.error)
+        if job.state is JobState.CANCEL_REQUESTED:
+            return  # given up and answered before; it ends when the device or the completer is done
         if job.on_device or job.state is JobState.COMPLETING:
-            if job.state is not JobState.CANCEL_REQUESTED:
-                job.to(JobState.CANCEL_REQUESTED)
+            job.to(JobState.CANCEL_REQUESTED)
             self._answer(job, now_ns)
             return
         if job is self._staged:

@@ -121,6 +121,25 @@ async def test_cancel_after_submit_leaves_at_once_and_the_device_finishes(clock)
     assert outcomes(executor) == [Outcome.CANCELLED]
 
 
+class SlowCompleter(FakeDevice):
+    """Its host work takes time, as in simulation: a job can be given up while it is converted."""
+
+    def __attrs_post_init__(self):
+        super().__attrs_post_init__()
+        self.timer.work = lambda stage, job: trio.sleep(0.01)
+
+
+async def test_cancel_while_the_output_is_converted_then_shut_down(clock):
+    async with opened(SlowCompleter()) as executor:
+        with trio.move_on_after(5e-3):
+            async with executor.sequence(1, 1) as sequence:
+                await sequence.prefill(1)
+        (job,) = [request.job for request in executor.core.open.values()]
+        executor.core.cancel(job, executor._timer.now_ns())  # again: it is given up already
+    assert outcomes(executor) == [Outcome.CANCELLED]
+    assert len(ended_jobs(executor)) == 1
+
+
 async def test_cancel_while_waiting_for_admission(clock):
     async with opened(max_active_sequences=1) as executor, executor.sequence(1, 1):
         with trio.move_on_after(1):
@@ -175,11 +194,12 @@ async def test_admission_is_fifo_even_if_a_later_one_would_fit(clock):
         async with executor.sequence(60, 0):
             nursery.start_soon(one, "large", 80)
             await trio.testing.wait_all_tasks_blocked()
-            nursery.start_soon(one, "small", 10)
+            nursery.start_soon(one, "small", 30)
             await trio.testing.wait_all_tasks_blocked()
-            assert order == []
-        await trio.testing.wait_all_tasks_blocked()
-        assert order == ["large", "small"]
+            assert order == []  # the small one would fit beside the 60, and may not overtake
+        await trio.sleep(0.5)
+        assert order == ["large"]
+    assert order == ["large", "small"]
 
 
 async def test_admission_deadline(clock):
