@@ -66,8 +66,9 @@ def output_folder(path: Path, *, force: bool, files: Iterable[str]) -> Iterator[
     where = f"--out {path}"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        present = sorted(entry.name for entry in path.iterdir() if entry.name != _LOCK)
-        if present and not force:
+        present = sorted(entry.name for entry in path.iterdir())
+        # Only a folder that is ours to take gets a lock file; one with a lock is asked for it first.
+        if present and not force and _LOCK not in present:
             raise InputError(
                 where, "", f"is in use: it holds {present[0]!r}", "name another, or add --force"
             )
@@ -82,6 +83,11 @@ def output_folder(path: Path, *, force: bool, files: Iterable[str]) -> Iterator[
             raise InputError(
                 where, "", "another run is writing there", "wait for it, or name another folder"
             ) from error
+        results = [name for name in present if name != _LOCK]
+        if results and not force:
+            raise InputError(
+                where, "", f"is in use: it holds {results[0]!r}", "name another, or add --force"
+            )
         try:
             for pattern in files:
                 for old in path.glob(pattern):

@@ -212,6 +212,8 @@ def _override(scenario: Scenario, options: dict[str, Any]) -> Scenario:
 
 def _workload(scenario: Scenario, options: dict[str, Any]) -> Workload:
     workload = scenario.workload
+    if options["trace"] is None and options["form"] != "auto":
+        raise ValueError(f"--format {options['form']} has no trace to read; add --workload FILE")
     if options["trace"] is not None:
         # A path on the command line is from here; one in a file is from that file's folder.
         workload = workload.with_trace(str(Path(options["trace"]).absolute()), options["form"])

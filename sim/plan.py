@@ -22,7 +22,8 @@ from .report import write_report
 from .run import Run, about_run, simulate
 
 DEFAULT_SCENARIO = Path(__file__).parent / "scenarios" / "plan.toml"
-PLAN_FILES = ("report.html", "jobs.parquet", "requests.parquet", "plan.json", "*.svg")
+PLAN_FILES = ("report.html", "jobs.parquet", "requests.parquet", "plan.json", "comparison.svg",
+              "utilisation.svg", "timeline-*.svg")  # fmt: skip
 
 MIN_GAIN = 0.10  # §13.3: aggregate tokens/s up by at least this
 MAX_TPOT_P99 = 0.05  # §13.3: single-request TPOT P99 worse by at most this

@@ -173,10 +173,12 @@ class _Table:
             self._kept.append(table)
 
     def close(self, metadata: Mapping[str, str]) -> None:
-        self.flush()
-        if self._writer is not None:
-            self._writer.add_key_value_metadata(dict(metadata))
-            self._writer.close()
+        try:
+            self.flush()
+        finally:
+            if self._writer is not None:
+                self._writer.add_key_value_metadata(dict(metadata))
+                self._writer.close()
 
     def table(self, metadata: Mapping[bytes, bytes]) -> pa.Table:
         schema = self._schema.with_metadata(dict(metadata))

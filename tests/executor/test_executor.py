@@ -126,7 +126,10 @@ class SlowCompleter(FakeDevice):
 
     def __attrs_post_init__(self):
         super().__attrs_post_init__()
-        self.timer.work = lambda stage, job: trio.sleep(0.01)
+        self.timer.work = self.convert
+
+    async def convert(self, stage, job):
+        await trio.sleep(0.01)
 
 
 async def test_cancel_while_the_output_is_converted_then_shut_down(clock):
