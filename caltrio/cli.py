@@ -53,8 +53,14 @@ def caltrio() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line; returns the exit code."""
+    if sys.stdout is None:  # closed by whoever started us
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123, SIM115
     try:
-        result = caltrio.main(arguments, prog_name="caltrio", standalone_mode=False)
+        # Not caltrio.main(): on an interrupt that prints an empty line of its own.
+        with caltrio.make_context("caltrio", list(arguments)) as root:
+            result = caltrio.invoke(root)
     except click.exceptions.Exit as error:
         return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
@@ -75,6 +81,11 @@ def run(arguments: list[str]) -> int:
         return EXIT_FAILED
     except CaltrioError as error:
         return _complain("caltrio", str(error), EXIT_FAILED)
+    except OverflowError:
+        text = "a time of this run is beyond 292 years; lower the timing figures or the lengths"
+        return _complain("caltrio", text, EXIT_USAGE)
+    except MemoryError:
+        return _complain("caltrio", "out of memory; ask for fewer requests", EXIT_FAILED)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         return _complain("caltrio", f"{place}{error.strerror or error}", EXIT_FAILED)

@@ -9,11 +9,13 @@ from attrs import field, frozen
 from .tomlfile import Ns
 
 
-def _at_least(least: int) -> Any:
+def _at_least(least: int, most: int = 2**62) -> Any:
     def check(_instance: object, attribute: Any, value: int | None) -> None:
         name = attribute.metadata.get("toml", attribute.name)
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}; give {least} or more")
+        if value is not None and value > most:
+            raise ValueError(f"{name} is {value}; give at most {most}")
 
     return check
 
@@ -41,8 +43,8 @@ class ExecutorConfig:
         grace_ns: how long a drain or a recovery waits for what is on the device.
     """
 
-    max_inflight: int = field(default=1, validator=_at_least(1))
-    max_active_sequences: int = field(default=8, validator=_at_least(1))
+    max_inflight: int = field(default=1, validator=_at_least(1, 4096))
+    max_active_sequences: int = field(default=8, validator=_at_least(1, 100_000))
     max_queue: int = field(default=1024, validator=_at_least(0))
     kv_capacity_tokens: int = field(default=81_920, validator=_at_least(1))
     admission_timeout_ns: Ns | None = _timeout("admission_timeout", None)

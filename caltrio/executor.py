@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import NoReturn, cast
 
 import trio
@@ -64,6 +65,13 @@ class _Parking:
             return Abort.SUCCEEDED
 
         await wait_task_rescheduled(abort)
+
+
+def _wake(ended: Job | RequestState) -> None:
+    """Let the caller go on, unless it has left meanwhile."""
+    if ended.waiter is not None:
+        task, ended.waiter = cast(trio.lowlevel.Task, ended.waiter), None
+        reschedule(task)
 
 
 class Executor:
@@ -177,11 +185,12 @@ class Executor:
         """Carry out what the last event decided: wake callers, the submitter, the timer."""
         core = self.core
         if core.to_wake:
-            for ended in core.to_wake:
-                if ended.waiter is not None:
-                    task, ended.waiter = cast(trio.lowlevel.Task, ended.waiter), None
-                    reschedule(task)
-            core.to_wake.clear()
+            # Each caller goes on in its turn: what it does next, others must not race it for.
+            ended, core.to_wake = core.to_wake, []
+            if len(ended) == 1:
+                _wake(ended[0])
+            else:
+                self._timer.in_turn([partial(_wake, one) for one in ended])
         if core.has_submission:
             self._submitter_wake.signal()
         next_ns = core.next_deadline_ns()

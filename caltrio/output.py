@@ -24,12 +24,15 @@ from rich.progress import (
 from .errors import InputError
 
 _LOCK = ".caltrio.lock"
-_PIPE_WIDTH = 120  # columns of a table where there is no terminal to ask
+_LEAST_WIDTH = 120  # columns; a terminal that is narrower wraps lines, but loses nothing
 
 
 def console() -> Console:
-    """The console for results: standard output, wide enough for a table in a pipe."""
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
+    """The console for results: standard output, never too narrow for the numbers of a table."""
+    screen = Console(highlight=False)
+    if not sys.stdout.isatty() or screen.width < _LEAST_WIDTH:
+        screen.width = _LEAST_WIDTH
+    return screen
 
 
 def print_json(data: Any) -> None:
@@ -88,10 +91,16 @@ def output_folder(path: Path, *, force: bool, files: Iterable[str]) -> Iterator[
             raise InputError(
                 where, "", f"is in use: it holds {results[0]!r}", "name another, or add --force"
             )
+        # Old results go only from a folder that a run of ours has had: it holds our lock file.
+        old = [file for pattern in files for file in path.glob(pattern)]
+        folders = [file.name for file in old if file.is_dir()]
+        if folders:
+            raise InputError(
+                where, "", f"holds a folder {folders[0]!r} where a file is to go", "name another folder"
+            )
         try:
-            for pattern in files:
-                for old in path.glob(pattern):
-                    old.unlink()
+            for file in old if _LOCK in present else []:
+                file.unlink()
         except OSError as error:
             raise InputError(
                 where, "", f"cannot be cleared: {error.strerror} ({error.filename})"

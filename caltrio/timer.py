@@ -6,6 +6,7 @@ one instant, so that a tie never depends on which task trio happens to run first
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
@@ -36,6 +37,9 @@ class Timer(Protocol):
     async def sleep_until_ns(self, time_ns: int, rank: Rank, tie: int) -> None:
         """Return at ``time_ns``, or at the next checkpoint if that is past; cancellable."""
 
+    def in_turn(self, actions: Sequence[Callable[[], None]]) -> None:
+        """Do each of ``actions``. Virtual time lets what one wakes come to rest before the next."""
+
     async def work(self, stage: Stage, job: JobShape) -> None:
         """Charge host work of ``job``. Real time charges itself; virtual time sleeps its cost."""
 
@@ -50,6 +54,11 @@ class RealTimer:
     async def sleep_until_ns(self, time_ns: int, rank: Rank, tie: int) -> None:
         """Sleep until ``time_ns``; rank and tie order nothing in real time."""
         await trio.sleep_until(time_ns / NS_PER_S)
+
+    def in_turn(self, actions: Sequence[Callable[[], None]]) -> None:
+        """Do them all: in real time nobody promises the order of what happens together."""
+        for action in actions:
+            action()
 
     async def work(self, stage: Stage, job: JobShape) -> None:
         """Return at once: the work itself takes the time."""

@@ -128,6 +128,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """The text of a file, UTF-8. Raises :class:`InputError` that says why it cannot be read."""
     try:
+        if path.exists() and not path.is_file():
+            raise InputError(str(path), "", "is not a regular file", "give a readable file")
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InputError(
@@ -141,7 +143,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     """As :func:`read_toml`, from text; ``where`` names it in errors."""
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or digits beyond Python's limit
         raise InputError(where, "", f"is not valid TOML: {error}", "correct the line named") from error
 
 

@@ -9,7 +9,7 @@ deadline: one wake-up per quiescence. Everything timed is a SimPy event with a r
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import simpy
@@ -159,6 +159,23 @@ class SimClock(trio.abc.Clock):
         """Sleep until ``time_ns``; at that instant, wake in the order of rank and tie."""
         delay_ns = max(time_ns - self.now_ns(), 0)
         await self.park(RankedEvent(self.env).after(delay_ns, rank, tie))
+
+    def in_turn(self, actions: Sequence[Callable[[], None]]) -> None:
+        """The first now; each further one at this instant, once all tasks have come to rest again."""
+
+        def after_rest(action: Callable[[], None]) -> Callable[[Event], None]:
+            def act(_event: Event) -> None:
+                self._woke = True
+                action()
+
+            return act
+
+        actions[0]()
+        for action in actions[1:]:
+            turn = Event(self.env)
+            assert turn.callbacks is not None
+            turn.callbacks.append(after_rest(action))
+            turn.succeed()  # SimPy settles these in order, before anything ranked
 
     async def work(self, stage: Stage, job: JobShape) -> None:
         """Sleep what ``stage`` costs the host for ``job``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from signal import Signals
@@ -28,7 +29,8 @@ from .plan import DEFAULT_SCENARIO, PLAN_FILES, make_plan
 from .run import Run
 from .run import simulate as run_simulation
 
-RUN_FILES = ("jobs.parquet", "requests.parquet", "trace.json", "timeline.svg", "summary.json")
+# What either command may leave: the next one into that folder removes all of it.
+RESULT_FILES = (*PLAN_FILES, "trace.json", "timeline.svg", "summary.json")
 
 
 class _Duration(click.ParamType[int]):
@@ -89,11 +91,15 @@ _out_options = (
 @click.option("--output-tokens", type=click.IntRange(0, 10**9), help="Output length, or its mean.")
 @click.option("--limit", type=_POSITIVE, help="Only the first so many requests.")
 @click.option("--semantics", "preset_name", help="A hypothesis; see 'caltrio semantics'.")
-@click.option("--max-inflight", type=_POSITIVE, help="Jobs in flight at once.")
-@click.option("--sequences", type=_POSITIVE, help="Sequences that hold KV at once.")
+@click.option("--max-inflight", type=click.IntRange(1, 4096), help="Jobs in flight at once.")
+@click.option("--sequences", type=click.IntRange(1, 100_000), help="Sequences that hold KV at once.")
 @click.option("--kv-tokens", type=_POSITIVE, help="Tokens of KV that the card holds.")
 @click.option("--max-queue", type=click.IntRange(0, 10**9), help="Requests that may wait.")
-@click.option("--admission-timeout", type=DURATION, help="Longest wait for admission, e.g. 30s.")
+@click.option(
+    "--admission-timeout",
+    type=DURATION,
+    help="Longest wait for KV and a buffer, of a request and of each of its steps (§9.1).",
+)
 @click.option("--timing", help="Timing profile: a name that ships, or a .toml file.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of all random streams.")
 @click.option("--slo-ttft", type=DURATION, help="Count a request as good up to this TTFT.")
@@ -131,7 +137,7 @@ def simulate(scenario_file: Path | None, **options: Any) -> int:
     out: Path | None = options["out"]
     with ExitStack() as stack:
         if out is not None:
-            stack.enter_context(output_folder(out, force=options["force"], files=RUN_FILES))
+            stack.enter_context(output_folder(out, force=options["force"], files=RESULT_FILES))
         shown = stack.enter_context(progress())
         task = shown.add_task("requests", total=len(requests))
         run = run_simulation(
@@ -288,8 +294,10 @@ def _print_run(run: Run, goodput: float | None, out: Path | None) -> None:
         screen.print(f"goodput: {goodput:,.3f} requests/s met the SLO")
     outcomes = ", ".join(f"{count:,} {name}" for name, count in summary.outcomes.items())
     screen.print(f"requests: {outcomes or 'none'}; {summary.jobs:,} jobs")
-    for status, count in summary.refusals.items():
-        screen.print(f"refused: {count:,} × {status}, the first because {_first_reason(run, status)}")
+    for outcome in summary.outcomes:
+        if outcome != "completed":
+            for status, count, reason in _reasons(run, outcome):
+                screen.print(f"{outcome}: {count:,} × {status}, the first because {escape(reason)}")
     if run.trace_left_out:
         screen.print(f"trace.json leaves out {run.trace_left_out:,} later jobs; see --trace-jobs")
     if out is not None:
@@ -306,11 +314,14 @@ def _latencies(summary: Summary) -> list[tuple[str, Distribution]]:
     ]
 
 
-def _first_reason(run: Run, status: str) -> str:
+def _reasons(run: Run, outcome: str) -> list[tuple[str, int, str]]:
+    """(status, how many, reason of the first) of the requests that ended so."""
+    found: dict[str, tuple[int, str]] = {}
     for row in run.requests.select(["outcome", "status", "reason"]).to_pylist():
-        if row["outcome"] == "refused" and row["status"] == status:
-            return escape(str(row["reason"]))
-    return "-"
+        if row["outcome"] == outcome:
+            count, reason = found.get(row["status"], (0, str(row["reason"])))
+            found[row["status"]] = (count + 1, reason)
+    return [(status, count, reason) for status, (count, reason) in found.items()]
 
 
 @click.command()
@@ -345,18 +356,23 @@ def plan(
     if seed is not None:
         scenario = evolve(scenario, seed=seed)
     command = "caltrio plan" + (f" {scenario_file.name}" if scenario_file else "")
-    with output_folder(out, force=force, files=PLAN_FILES), progress() as shown:
+    requests = scenario.workload.build(scenario.seed, scenario.base)  # before a folder is touched
+    with output_folder(out, force=force, files=RESULT_FILES), progress() as shown:
         task = shown.add_task("plan")
 
         def on_progress(done: int, total: int, what: str) -> None:
             shown.update(task, completed=done, total=total, description=what)
 
-        made = make_plan(scenario, out, command=command, on_progress=on_progress)
+        made = make_plan(scenario, out, command=command, requests=requests, on_progress=on_progress)
     if as_json:
         print_json(made.to_json())
     elif made.complete:
         _print_plan(made, out)
     return _exit_code("plan", made.stopped_by, "the runs that had ended are kept")
+
+
+def _signed(share: float) -> str:
+    return "-" if math.isnan(share) else f"{share:+.1%}"
 
 
 def _print_plan(made: Any, out: Path) -> None:
@@ -374,12 +390,12 @@ def _print_plan(made: Any, out: Path) -> None:
             cell.hypothesis if gate is None else "",
             str(cell.max_inflight),
             f"{s.loaded_tokens_per_s:.2f}",
-            "" if gate is None else f"{gate.throughput_gain:+.1%}",
+            "" if gate is None else _signed(gate.throughput_gain),
             _percentile(s.ttft, 50),
             _percentile(s.ttft, 99),
             _percentile(s.tpot, 50),
             _percentile(s.tpot, 99),
-            "" if gate is None else f"{gate.tpot_p99_change:+.1%}",
+            "" if gate is None else _signed(gate.tpot_p99_change),
             "" if gate is None else gate.verdict,
             end_section=gate is not None and cell.max_inflight == max(made.limits),
         )

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from signal import Signals
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from attrs import define, evolve, frozen
 
 from caltrio.errors import InputError
+from caltrio.observe.metrics import Summary, no_nan
 from caltrio.observe.records import JOB_SCHEMA, META_KEY, REQUEST_SCHEMA, TABLES
 from caltrio.scenario import Scenario, preset
 from caltrio.semantics import PRESETS
+from caltrio.workload.requests import Request
 
 from .figures import comparison, timeline, utilisation
 from .report import write_report
@@ -26,6 +29,7 @@ PLAN_FILES = ("report.html", "jobs.parquet", "requests.parquet", "plan.json", "c
               "utilisation.svg", "timeline-*.svg")  # fmt: skip
 
 MIN_GAIN = 0.10  # §13.3: aggregate tokens/s up by at least this
+LOW_LOAD = 0.5  # compute idles more than this with one in flight: the load decides, not the engines
 MAX_TPOT_P99 = 0.05  # §13.3: single-request TPOT P99 worse by at most this
 
 
@@ -33,8 +37,8 @@ MAX_TPOT_P99 = 0.05  # §13.3: single-request TPOT P99 worse by at most this
 class Gate:
     """One cell against its baseline of one in flight, on the same requests.
 
-    ``verdict`` is ``PASS`` or ``FAIL``, of the two performance gates only: correctness and 24 h of
-    stability (§13.3) cannot be simulated away.
+    ``verdict`` is ``PASS``, ``FAIL`` or ``UNDEFINED``, of the two performance gates only:
+    correctness and 24 h of stability (§13.3) cannot be simulated away.
     """
 
     throughput_gain: float
@@ -72,8 +76,8 @@ class Plan:
         return sorted({cell.max_inflight for cell in self.cells})
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON types."""
-        return {
+        """The plan as JSON types; an undefined number is null."""
+        plain = {
             "complete": self.complete,
             "cells": [
                 {
@@ -88,20 +92,38 @@ class Plan:
                 for cell in self.cells
             ],
         }
+        return cast(dict[str, Any], no_nan(plain))
 
 
 def judge(base: Run, run: Run) -> Gate:
-    """``run`` against ``base`` by the gates of §13.3."""
+    """``run`` against ``base`` by the gates of §13.3.
+
+    ``UNDEFINED``: a figure is missing, or a run did not serve its requests, so that its rates say
+    nothing. Requests refused as invalid are the same in every run, and do not count against it.
+    """
     one, two = base.summary, run.summary
     before, after = one.loaded_tokens_per_s, two.loaded_tokens_per_s
-    gain = after / before - 1 if before else float("nan")
-    worse = two.tpot.p99_ns / one.tpot.p99_ns - 1 if one.tpot.count else float("nan")
-    # A NaN, from a run without tokens, passes no gate.
+    gain = after / before - 1 if before else math.nan
+    worse = two.tpot.p99_ns / one.tpot.p99_ns - 1 if one.tpot.count else math.nan
+    unserved = [text for text in map(_unserved, (one, two)) if text]
+    if unserved:
+        return Gate(gain, worse, "UNDEFINED", f"not every request was served ({unserved[-1]})")
+    if math.isnan(gain) or math.isnan(worse):
+        why = "no request produced the two tokens or more that the gates need"
+        return Gate(gain, worse, "UNDEFINED", why)
     passed = gain >= MIN_GAIN and worse <= MAX_TPOT_P99
     return Gate(gain, worse, "PASS" if passed else "FAIL", _why(one, two, gain, worse))
 
 
-def _why(one: Any, two: Any, gain: float, worse: float) -> str:
+def _unserved(summary: Summary) -> str:
+    """What became of requests that should have been served, in words; empty if all were."""
+    fates = {name: summary.outcomes.get(name, 0) for name in ("expired", "failed", "cancelled")}
+    invalid = summary.refusals.get("INVALID_ARGUMENT", 0)
+    fates["refused"] = summary.outcomes.get("refused", 0) - invalid
+    return ", ".join(f"{count} {name}" for name, count in fates.items() if count)
+
+
+def _why(one: Summary, two: Summary, gain: float, worse: float) -> str:
     idle = 1 - one.utilisation["compute"]
     after = 1 - two.utilisation["compute"]
     parts = [
@@ -110,7 +132,9 @@ def _why(one: Any, two: Any, gain: float, worse: float) -> str:
         f"compute idles {idle:.1%} of the time with one in flight and {after:.1%} now",
         f"two or more jobs are on the device {two.overlap:.0%} of its busy time",
     ]
-    if gain > idle / (1 - idle) + 0.02 if idle < 1 else False:
+    if idle > LOW_LOAD:
+        parts.append("the load is too low to tell: one job at a time already keeps up with it")
+    elif gain > idle / (1 - idle) + 0.02:
         parts.append("most of the gain is two jobs computing at once, not hidden transfers")
     elif gain < MIN_GAIN:
         parts.append("there is no more than that idle time to hide host work and transfers in")
@@ -122,6 +146,7 @@ def make_plan(
     folder: Path,
     *,
     command: str,
+    requests: list[Request] | None = None,
     on_progress: Callable[[int, int, str], None] = lambda _done, _total, _what: None,
 ) -> Plan:
     """Run every hypothesis with every limit, judge, and write tables, figures and report.
@@ -130,6 +155,7 @@ def make_plan(
         scenario: its ``plan`` says what is compared; every cell gets the same requests.
         folder: an existing folder.
         command: how to run this again, for the report.
+        requests: the requests, if the scenario's workload has been built already.
         on_progress: called with (requests done, of how many, which cell).
 
     Raises :class:`InputError` if a limit cannot work under a hypothesis.
@@ -141,7 +167,8 @@ def make_plan(
             preset(name).check_in_flight(limit)
         except ValueError as error:
             raise InputError("plan", f"hypothesis {name!r}", str(error)) from error
-    requests = scenario.workload.build(scenario.seed, scenario.base)
+    if requests is None:
+        requests = scenario.workload.build(scenario.seed, scenario.base)
     plan = Plan(scenario, [])
     done, total = 0, len(requests) * len(pairs)
     with _PlanTables(folder, about_run(scenario, "sim")) as tables:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attrs import fields
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from caltrio.config import ExecutorConfig
 from caltrio.observe.records import TABLES, about, digest, read_tables
 from caltrio.semantics import PRESETS
 from caltrio.units import format_ns
@@ -30,6 +32,7 @@ def write_report(plan: Plan, folder: Path, timelines: Mapping[str, Path], comman
         loader=PackageLoader("sim"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     templates.filters["ns"] = format_ns
+    templates.filters["signed"] = lambda share: "–" if share != share else f"{100 * share:+.1f} %"
     text = templates.get_template("report.html.j2").render(
         plan=plan,
         presets=PRESETS,
@@ -37,6 +40,12 @@ def write_report(plan: Plan, folder: Path, timelines: Mapping[str, Path], comman
         timelines={name: _data_uri(path) for name, path in timelines.items()},
         figures_assumed=_assumptions(plan),
         facts=facts,
+        timeouts={
+            attribute.metadata["toml"].replace("_", " "): value
+            for attribute in fields(ExecutorConfig)
+            if "toml" in attribute.metadata
+            and (value := getattr(plan.scenario.executor, attribute.name)) is not None
+        },
         command=command,
         digest=digest(dict(zip(TABLES, (jobs, requests), strict=True)), facts["seeds"]),
     )

@@ -93,20 +93,30 @@ def simulate(
 
     async def main(clock: SimClock) -> signal.Signals | None:
         device = SimDevice(clock, scenario.semantics)
-        stopped_by = None
+        stopped_by: signal.Signals | None = None
 
         async def heed_signals() -> None:
             nonlocal stopped_by
-            stopped_by = await _next_signal()
-            nursery.cancel_scope.cancel()
+            if threading.current_thread() is not threading.main_thread():
+                return  # only the main thread may handle signals
+            # A task takes them, so that they never hit SimPy in the middle of a step; a second one
+            # cannot cut the first one's drain short.
+            with listening, trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async for number in signals:
+                    stopped_by = stopped_by or signal.Signals(number)
+                    working.cancel()
 
+        working, listening = trio.CancelScope(), trio.CancelScope(shield=True)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(heed_signals)
-            async with open_executor(
-                device, generation, scenario.executor, listeners=heard
-            ) as executor:
-                await replay(executor, clock, requests, scenario.workload.clients)
-            nursery.cancel_scope.cancel()
+            try:
+                with working:
+                    async with open_executor(
+                        device, generation, scenario.executor, listeners=heard
+                    ) as executor:
+                        await replay(executor, clock, requests, scenario.workload.clients)
+            finally:
+                listening.cancel()
         return stopped_by
 
     with ExitStack() as stack:
@@ -126,13 +136,3 @@ def simulate(
         stopped_by,
         0 if trace is None else trace.left_out,
     )
-
-
-async def _next_signal() -> signal.Signals:
-    """The next SIGINT or SIGTERM, taken by a task instead of hitting SimPy in the middle of a step."""
-    if threading.current_thread() is not threading.main_thread():
-        await trio.sleep_forever()  # only the main thread may handle signals
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async for number in signals:
-            return signal.Signals(number)
-    raise AssertionError("the signals of a process never end")

@@ -86,7 +86,7 @@ def occupancy(intervals: Sequence[Ints], span_ns: int, weights: Ints | None = No
     return Occupancy(
         float(lasting[open_now[:-1] >= 1].sum()) / span_ns,
         float(lasting[open_now[:-1] >= 2].sum()) / span_ns,
-        float((lasting * loaded[:-1]).sum()) / span_ns,
+        float((lasting.astype(float) * loaded[:-1]).sum()) / span_ns,
         int(loaded.max()),
     )
 
@@ -128,12 +128,15 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """The summary as JSON types; an undefined number is null."""
-        return cast(dict[str, Any], _no_nan(asdict(self)))
+        return cast(dict[str, Any], no_nan(asdict(self)))
 
 
-def _no_nan(value: Any) -> Any:
+def no_nan(value: Any) -> Any:
+    """``value`` with every number that JSON cannot hold as ``None``."""
     if isinstance(value, dict):
-        return {key: _no_nan(inner) for key, inner in value.items()}
+        return {key: no_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [no_nan(inner) for inner in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
@@ -213,13 +216,17 @@ def summarise(jobs: Columns, requests: Columns) -> Summary:
 
 def _loaded_tokens_per_s(jobs: Columns, requests: Columns) -> float:
     arrived, admitted = _ints(requests, "arrival_ns", "admitted_ns")
-    if not len(admitted) or admitted.max() <= arrived.min():
+    if not len(admitted):
         return 0.0
     request, delivered = _ints(jobs, "request_id", "answered_ns", state="succeeded")
     # A prefill of a request that wants no token delivers none.
     (silent,) = _ints(requests, "request_id", output_tokens=0)
-    in_time = (delivered <= admitted.max()) & ~np.isin(request, silent)
-    return int(in_time.sum()) * NS_PER_S / int(admitted.max() - arrived.min())
+    delivered = delivered[~np.isin(request, silent)]
+    until = admitted.max()
+    if until <= arrived.min() and len(delivered):
+        until = delivered.max()  # all were admitted at once: there is no tail to leave out
+    loaded_ns = int(until - arrived.min())
+    return int((delivered <= until).sum()) * NS_PER_S / loaded_ns if loaded_ns else 0.0
 
 
 def _dies(jobs: Columns) -> int:

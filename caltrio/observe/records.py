@@ -320,7 +320,13 @@ def read_tables(folder: Path) -> tuple[pa.Table, pa.Table]:
 
 def about(table: pa.Table) -> dict[str, Any]:
     """What a table's metadata says of its run."""
-    return cast(dict[str, Any], json.loads((table.schema.metadata or {})[META_KEY]))
+    try:
+        facts = json.loads((table.schema.metadata or {})[META_KEY])
+        if not {"seeds", "complete"} <= facts.keys():
+            raise ValueError("no seeds")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise InputError("records", "metadata", f"is damaged: {error}", "run it again") from error
+    return cast(dict[str, Any], facts)
 
 
 def digest(tables: Mapping[str, pa.Table], seeds: Mapping[str, Any]) -> str:

@@ -124,6 +124,10 @@ class Workload:
 
     def __attrs_post_init__(self) -> None:
         wants = self.arrivals.kind is ArrivalKind.TRACE or self.lengths.kind is LengthKind.TRACE
+        if self.trace is not None and not wants:
+            raise ValueError(
+                f"trace {self.trace!r} is named, but neither arrivals nor lengths are of kind 'trace'"
+            )
         if wants and self.trace is None:
             raise ValueError("arrivals or lengths are of kind 'trace'; name a trace file")
         if self.requests is not None and self.requests > _MOST_REQUESTS:

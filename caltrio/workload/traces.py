@@ -211,7 +211,7 @@ def _json_rows(text: str, where: str) -> Iterator[_Row]:
         place = f"row {number} (line {line_number})"
         try:
             row: Any = json.loads(line, parse_float=Decimal)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, ArithmeticError) as error:
             raise InputError(where, place, f"is not valid JSON: {error}", "mend the row") from error
         if not isinstance(row, dict):
             raise InputError(where, place, f"is not a JSON object: {line[:60]!r}", "mend the row")
