@@ -128,7 +128,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """The text of a file, UTF-8. Raises :class:`InputError` that says why it cannot be read."""
     try:
-        if path.exists() and not path.is_file():
+        if path.exists() and not (path.is_file() or path.is_dir()):
             raise InputError(str(path), "", "is not a regular file", "give a readable file")
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:

@@ -6,8 +6,8 @@ import importlib.metadata
 import platform
 import signal
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,7 @@ def simulate(
         return stopped_by
 
     with ExitStack() as stack:
+        hold_interrupts = stack.enter_context(_interrupts_can_be_held())
         stack.enter_context(recorder)
         heard: list[Listener] = [recorder, *listeners]
         trace = None
@@ -127,6 +128,7 @@ def simulate(
             trace = PerfettoTrace(folder / "trace.json", scenario.semantics, trace_jobs)
             heard.append(stack.enter_context(trace))
         stopped_by = run_virtual(main, costs)
+        hold_interrupts()  # closing the files takes a moment, and must not be cut short
         recorder.complete = stopped_by is None
     jobs, ended = recorder.tables() if folder is None else stored_tables(folder)
     return Run(
@@ -136,3 +138,20 @@ def simulate(
         stopped_by,
         0 if trace is None else trace.left_out,
     )
+
+
+@contextmanager
+def _interrupts_can_be_held() -> Iterator[Callable[[], None]]:
+    """Yields what makes the process ignore SIGINT until the end of the block."""
+    before = signal.getsignal(signal.SIGINT)
+    in_main = threading.current_thread() is threading.main_thread()
+
+    def hold() -> None:
+        if in_main:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    try:
+        yield hold
+    finally:
+        if in_main:
+            signal.signal(signal.SIGINT, before)

@@ -321,13 +321,35 @@ def test_a_folder_that_another_run_writes_to_is_refused(tmp_path, good):
 
 def test_force_replaces_what_a_run_writes_and_leaves_the_rest(tmp_path, good):
     folder = tmp_path / "run"
-    folder.mkdir()
-    for name in ("notes.txt", "trace.json"):
-        (folder / name).write_text("old", encoding="utf-8")
+    good(*SMALL, "--out", "run", cwd=tmp_path)
+    (folder / "notes.txt").write_text("old", encoding="utf-8")
+    assert (folder / "trace.json").exists()
     good(*SMALL, "--out", "run", "--force", "--trace-jobs", "0", cwd=tmp_path)
     assert (folder / "notes.txt").read_text(encoding="utf-8") == "old"
     assert not (folder / "trace.json").exists()
     assert about(read_tables(folder)[0])["complete"] is True
+
+
+def test_force_into_a_foreign_folder_removes_nothing(tmp_path, good):
+    folder = tmp_path / "foreign"
+    folder.mkdir()
+    for name in ("notes.txt", "timeline-mine.svg", "trace.json"):
+        (folder / name).write_text("mine", encoding="utf-8")
+    good(*SMALL, "--out", "foreign", "--force", "--trace-jobs", "0", cwd=tmp_path)
+    for name in ("notes.txt", "timeline-mine.svg", "trace.json"):
+        assert (folder / name).read_text(encoding="utf-8") == "mine"
+
+
+def test_a_plan_that_cannot_be_read_costs_no_old_result(tmp_path):
+    folder = tmp_path / "old"
+    assert run(["simulate", *SMALL[1:], "--out", str(folder)]) == 0
+    before = sorted(path.name for path in folder.iterdir())
+    bad = tmp_path / "bad.toml"
+    bad.write_text(
+        'schema = 1\n[workload]\ntrace = "none.csv"\narrivals.kind = "trace"\n', encoding="utf-8"
+    )
+    assert run(["plan", str(bad), "--out", str(folder), "--force"]) == 2
+    assert sorted(path.name for path in folder.iterdir()) == before
 
 
 def test_a_run_leaves_its_files_and_says_the_same_in_json(tmp_path, good):

@@ -112,7 +112,8 @@ def test_semantics_by_name_by_change_and_by_fields():
 
 def test_metadata_names_no_folder(tmp_path):
     (tmp_path / "t.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,1,1\n", encoding="utf-8")
-    read = load(tmp_path, f'schema = 1\n[workload]\ntrace = "{tmp_path / "t.csv"}"\n')
+    text = f'schema = 1\n[workload]\ntrace = "{tmp_path / "t.csv"}"\narrivals.kind = "trace"\n'
+    read = load(tmp_path, text)
     plain = read.to_json()
     assert plain["workload"]["trace"] == "t.csv"
     assert str(tmp_path) not in str(plain)
