@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import pyarrow.compute as pc
 import pytest
 from attrs import evolve
 from hypothesis import HealthCheck, given, settings
@@ -12,6 +13,7 @@ from support import MS, US, profile, run
 from caltrio.config import ExecutorConfig
 from caltrio.core import kv as kv_module
 from caltrio.core import scheduler
+from caltrio.observe.metrics import summarise
 from caltrio.semantics import (
     PRESETS,
     CompletionOrder,
@@ -260,3 +262,13 @@ def _generous(original):
 def test_limits_are_checked():
     with pytest.raises(ValueError, match="max_inflight is 0"):
         ExecutorConfig(max_inflight=0)
+
+
+def test_a_stage_that_never_ends_in_time_breaks_the_utilisation_bound():
+    done = run(BURST, timing=TIMING)
+    late = pc.add(done.jobs.column("d2h_end_ns"), 10**9)  # ends after the run has
+    where = done.jobs.column_names.index("d2h_end_ns")
+    jobs = done.jobs.set_column(where, "d2h_end_ns", late)
+    laws.utilisation_at_most_one(done)
+    with pytest.raises(AssertionError, match="d2h"):
+        laws.utilisation_at_most_one(evolve(done, summary=summarise(jobs, done.requests)))
