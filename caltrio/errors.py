@@ -15,7 +15,6 @@ class CalrtCode(IntEnum):
 
     SUCCESS = 0
     TIMEOUT = 13
-    UNEXPECTED = 15
     BUSY = 17
     UNAVAILABLE = 18
 

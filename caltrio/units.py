@@ -66,11 +66,6 @@ def parse_ps(text: str) -> int:
     return _quantity(text, _PS_PER_TIME_UNIT, "duration", "5.9ns")
 
 
-def parse_bytes(text: str) -> int:
-    """``"16GB"`` -> bytes. Units: B, kB, MB, GB, TB, KiB, MiB, GiB. Raises ``ValueError``."""
-    return _quantity(text, _BYTES_PER_UNIT, "size", "16GB")
-
-
 def parse_bandwidth(text: str) -> int:
     """``"16GB/s"`` -> bytes per second, at least 1. Raises ``ValueError``."""
     stripped = text.strip()

@@ -121,7 +121,7 @@ def timeline(runs: Mapping[str, Columns], title: str, semantics: EngineSemantics
         runs: the jobs table of each run, by its heading.
         title: of the figure.
         semantics: says which stages share a unit.
-        path: the SVG to write.
+        path: the file to write; its ending says in which format.
     """
     tables = {heading: jobs.select(_TIMELINE_COLUMNS) for heading, jobs in runs.items()}
     with mpl.rc_context(_STYLE):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from caltrio.units import format_ns, parse_bandwidth, parse_bytes, parse_ns, parse_ps, transfer_ns
+from caltrio.units import format_ns, parse_bandwidth, parse_ns, parse_ps, transfer_ns
 
 
 @pytest.mark.parametrize(
@@ -34,18 +34,18 @@ def test_parse_ps_keeps_thousandths_of_a_nanosecond():
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
+    ("text", "rate"),
     [
-        ("7B", 7),
-        ("1kB", 1_000),
-        ("1KB", 1_000),
-        ("1KiB", 1_024),
-        ("1.5GiB", 3 << 29),
-        ("2TB", 2 * 10**12),
+        ("7B/s", 7),
+        ("1kB/s", 1_000),
+        ("1KB/s", 1_000),
+        ("1KiB/s", 1_024),
+        ("1.5GiB/s", 3 << 29),
+        ("2TB/s", 2 * 10**12),
     ],
 )
-def test_parse_bytes(text, size):
-    assert parse_bytes(text) == size
+def test_parse_bandwidth_units(text, rate):
+    assert parse_bandwidth(text) == rate
 
 
 def test_parse_bandwidth():
