@@ -18,7 +18,7 @@ import trio
 
 from caltrio.config import ExecutorConfig
 from caltrio.executor import Executor, open_executor
-from caltrio.manifest import qwen3_generation
+from caltrio.manifest import load_manifest
 from caltrio.semantics import PRESETS
 from caltrio.timing import Costs, load_timing
 from sim.clock import SimClock, run_virtual
@@ -50,7 +50,7 @@ def bare_simpy(jobs: int) -> float:
 
 def executor_in_loop(preset: str, max_inflight: int, steps: int) -> float:
     """Seconds for ``steps`` device steps over 8 sequences."""
-    generation = qwen3_generation()
+    generation = load_manifest()
     costs = Costs(load_timing("qwen3-8b"), generation, seed=1)
     each = steps // SEQUENCES
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import ExecutorConfig
-    from .errors import CaltrioError, InputError, RequestError
+    from .errors import CaltrioError, InputError, RequestError, ServiceFailed
     from .executor import Executor, InferenceResult, Sequence, open_executor
-    from .manifest import ModelGeneration, TaskKind, qwen3_generation
+    from .manifest import Manifest, ManifestMismatch, ModelGeneration, TaskKind, load_manifest
     from .scenario import Scenario, load_scenario
     from .semantics import PRESETS, EngineSemantics
     from .timing import TimingProfile, load_timing
@@ -27,17 +27,20 @@ _HOME = {
     "ExecutorConfig": ".config",
     "InferenceResult": ".executor",
     "InputError": ".errors",
+    "Manifest": ".manifest",
+    "ManifestMismatch": ".manifest",
     "ModelGeneration": ".manifest",
     "RequestError": ".errors",
     "Scenario": ".scenario",
     "Sequence": ".executor",
+    "ServiceFailed": ".errors",
     "TaskKind": ".manifest",
     "TimingProfile": ".timing",
     "Workload": ".workload.spec",
     "load_scenario": ".scenario",
+    "load_manifest": ".manifest",
     "load_timing": ".timing",
     "open_executor": ".executor",
-    "qwen3_generation": ".manifest",
 }
 
 __all__ = [
@@ -48,17 +51,20 @@ __all__ = [
     "ExecutorConfig",
     "InferenceResult",
     "InputError",
+    "Manifest",
+    "ManifestMismatch",
     "ModelGeneration",
     "RequestError",
     "Scenario",
     "Sequence",
+    "ServiceFailed",
     "TaskKind",
     "TimingProfile",
     "Workload",
+    "load_manifest",
     "load_scenario",
     "load_timing",
     "open_executor",
-    "qwen3_generation",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 from attrs import field, frozen
@@ -28,6 +29,13 @@ def _timeout(name: str, default: int | None) -> Any:
     )
 
 
+class KvPolicy(StrEnum):
+    """How much KV a sequence reserves when it is admitted (§7)."""
+
+    FULL = "full"  # all that it may ever need: a step never waits for KV
+    GROW = "grow"  # its prompt; each step reserves what it adds, and may have to wait
+
+
 @frozen
 class ExecutorConfig:
     """Limits and timeouts of one executor. Times in nanoseconds; ``None`` is no deadline.
@@ -41,6 +49,12 @@ class ExecutorConfig:
         queue_timeout_ns: from prepared until ``infer()`` has succeeded.
         execution_timeout_ns: from there until ``Wait()`` has returned.
         grace_ns: how long a drain or a recovery waits for what is on the device.
+        reset_timeout_ns: how long a reset and the load of a model may take.
+        kv_policy: what a sequence reserves; ``grow`` needs an admission timeout, which ends a wait
+            of sequences for each other.
+        backoff_ns, backoff_most_ns: pause after a busy or a timeout; doubles up to the most (§8).
+        backoff_threshold: so many of them without a success between: the device is not trusted.
+        retry_after_ns: the hint that UNAVAILABLE carries.
     """
 
     max_inflight: int = field(default=1, validator=_at_least(1, 4096))
@@ -51,3 +65,17 @@ class ExecutorConfig:
     queue_timeout_ns: Ns | None = _timeout("queue_timeout", None)
     execution_timeout_ns: Ns | None = _timeout("execution_timeout", None)
     grace_ns: Ns = _timeout("grace", 60_000_000_000)
+    reset_timeout_ns: Ns = _timeout("reset_timeout", 60_000_000_000)
+    kv_policy: KvPolicy = field(default=KvPolicy.FULL, converter=KvPolicy)
+    backoff_ns: Ns = _timeout("backoff", 1_000_000)
+    backoff_most_ns: Ns = _timeout("backoff_most", 100_000_000)
+    backoff_threshold: int = field(default=5, validator=_at_least(1, 1_000_000))
+    retry_after_ns: Ns = _timeout("retry_after", 1_000_000_000)
+
+    @kv_policy.validator
+    def _bounded(self, _attribute: object, policy: KvPolicy) -> None:
+        if policy is KvPolicy.GROW and self.admission_timeout_ns is None:
+            raise ValueError(
+                "kv_policy is 'grow' without an admission_timeout; give one, "
+                "or sequences may wait for each other's KV for ever"
+            )

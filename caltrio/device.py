@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from enum import IntEnum
 from importlib.metadata import entry_points
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
-from attrs import define, frozen
+from attrs import define, field, frozen
+from numpy.typing import NDArray
 
+from .capabilities import Capabilities
 from .core.job import Job
+from .core.kv import KvManager
+from .errors import InputError
+from .manifest import (
+    DeviceModel,
+    DeviceTensor,
+    Manifest,
+    ModelGeneration,
+    SubmodelContract,
+    load_manifest,
+)
 from .semantics import EngineSemantics
 from .timer import Timer
+from .timing import TimingProfile
 
 
 class WaitStatus(IntEnum):
@@ -48,6 +62,32 @@ class Completion:
     stages: StageTimes
 
 
+class DeviceBuffers(Protocol):
+    """The input and output buffers of one slot: ``CalrtInputBuf`` and ``CalrtOutputBuf``.
+
+    Return codes are CalRT's; none of these calls waits.
+    """
+
+    @property
+    def sliced(self) -> bool:
+        """Is a slice set that was not undone?"""
+
+    def tensor(self, name: str) -> DeviceTensor | None:
+        """The tensor of that exact name, as the device reports it now; ``None`` if there is none."""
+
+    def extent(self, name: str, token_count: int) -> tuple[int, int]:
+        """(offset, size) in bytes of the first ``token_count`` tokens in the tensor's layout."""
+
+    def map(self, name: str, host: NDArray[Any]) -> int:
+        """``MapBuf()``: the tensor lives in ``host`` from here on, which must stay where it is."""
+
+    def slice(self, name: str, offset: int, size: int) -> int:
+        """``SliceTensor()``: the next job uses these bytes of the tensor only."""
+
+    def undo_slices(self) -> int:
+        """``UndoSlice()``, for all tensors."""
+
+
 class Device(Protocol):
     """A runtime that the executor drives: ``infer`` from one task, ``wait`` from one other (§5.1)."""
 
@@ -59,6 +99,26 @@ class Device(Protocol):
     def semantics(self) -> EngineSemantics:
         """What its engines do, or are assumed to do."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        """What may be used of it, and how that is known (§14)."""
+
+    @property
+    def kv(self) -> KvManager:
+        """The KV manager of what is configured now."""
+
+    def models(self) -> Sequence[DeviceModel]:
+        """``GetAllModels()``: every graph of the calbin, as the device reports it."""
+
+    async def configure(self, generation: ModelGeneration) -> int:
+        """Load a model whose graphs have been checked; returns the CalRT return code."""
+
+    def buffers(self, contract: SubmodelContract, engine: int) -> DeviceBuffers:
+        """New buffers for one slot of the generation that is configured."""
+
+    def set_csr(self, graph: str, name: str, value: int) -> int:
+        """``SetCsrByName()``, for the job that ``infer`` is called with next; the return code."""
+
     async def infer(self, job: Job) -> int:
         """Submit ``job``; returns the CalRT return code once the runtime has taken it or refused.
 
@@ -69,21 +129,64 @@ class Device(Protocol):
     async def wait(self) -> Completion:
         """The next completion, in the order in which the device lets ``Wait()`` return.
 
-        Blocks while there is none. Each submitted job is returned exactly once.
+        Blocks while there is none. Each submitted job is returned exactly once, unless a reset
+        ends it.
         """
+
+    async def reset(self) -> int:
+        """Reset everything that ``capabilities.reset_scope`` says; the return code.
+
+        After code 0 and scope ``device`` the device uses no memory of the jobs that it had.
+        """
+
+
+OpenDevice = Callable[[], AbstractAsyncContextManager[Device]]
+
+
+@frozen
+class DeviceOptions:
+    """How a command wants a device.
+
+    Args:
+        semantics: the hypothesis; a device of real time has its own.
+        timing: what the stages cost, where they are simulated.
+        seed: of the run's random streams.
+        model: what the device is to hold.
+        tokens: compute tokens too, not timing alone, where that is a choice.
+        outside: other threads will hand in work; virtual time then waits for them.
+    """
+
+    semantics: EngineSemantics
+    timing: TimingProfile
+    seed: int = 0
+    model: Manifest = field(factory=load_manifest)
+    tokens: bool = True
+    outside: bool = False
+
+
+T = TypeVar("T")
+
+
+class RunDevice(Protocol):
+    """How a kind of device is run: ``main`` is called in an event loop with the device's time."""
+
+    def __call__(self, main: Callable[[OpenDevice], Awaitable[T]], options: DeviceOptions) -> T:
+        """Run ``main`` to its end, and return its result."""
 
 
 @frozen
 class DeviceKind:
     """A kind of device, as found through the entry-point group ``caltrio.devices``.
 
-    ``unavailable`` says in one line why this kind cannot be opened here, or returns ``None``.
+    ``unavailable`` says in one line why this kind cannot be opened here, or returns ``None``;
+    ``run`` runs a program on it.
     """
 
     name: str
     summary: str
     time: str
     unavailable: Callable[[], str | None]
+    run: RunDevice
 
 
 def device_kinds() -> list[DeviceKind]:
@@ -95,3 +198,14 @@ def device_kinds() -> list[DeviceKind]:
             raise TypeError(f"entry point {entry.value!r} of caltrio.devices is not a DeviceKind")
         found.append(kind)
     return sorted(found, key=lambda kind: kind.name)
+
+
+def device_kind(name: str) -> DeviceKind:
+    """The kind of that name, if it can be used here. Raises :class:`InputError` if not."""
+    kinds = {kind.name: kind for kind in device_kinds()}
+    if name not in kinds:
+        raise InputError("--device", "", f"{name!r} is unknown", f"use one of {', '.join(kinds)}")
+    reason = kinds[name].unavailable()
+    if reason is not None:
+        raise InputError("--device", name, reason)
+    return kinds[name]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from attrs import frozen
 
+from .codes import Verdict
 from .core.buffers import BufferSlot
 from .core.job import Job
 from .core.lifecycle import LifecycleState
@@ -46,5 +47,41 @@ class LifecycleChanged:
     reason: str
 
 
-Event = JobEnded | RequestEnded | BufferQuarantined | LifecycleChanged
+@frozen
+class DeviceFault:
+    """The device failed a job: the phase, its code (0 with an exception), and the row of §8."""
+
+    now_ns: int
+    job: Job
+    phase: str
+    code: int
+    verdict: Verdict
+
+
+@frozen
+class InflightLimited:
+    """Fewer jobs in flight from here on than the configuration asks for, and why."""
+
+    now_ns: int
+    limit: int
+    reason: str
+
+
+@frozen
+class StaleCompletion:
+    """The device returned a job that had ended before, with its generation; nothing was touched."""
+
+    now_ns: int
+    job: Job
+
+
+Event = (
+    JobEnded
+    | RequestEnded
+    | BufferQuarantined
+    | LifecycleChanged
+    | DeviceFault
+    | InflightLimited
+    | StaleCompletion
+)
 Listener = Callable[[Event], None]

@@ -11,30 +11,58 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import NoReturn, cast
 
+import numpy as np
 import trio
 from attrs import frozen
+from numpy.typing import ArrayLike, NDArray
 from trio.lowlevel import Abort, RaiseCancelT, current_task, reschedule, wait_task_rescheduled
 
+from .codes import CalrtCode, code_name
 from .config import ExecutorConfig
+from .core.buffers import SlotMemory
 from .core.job import Job, JobTimings
 from .core.lifecycle import LifecycleState
 from .core.request import RequestState
 from .core.scheduler import Core
-from .device import Device, WaitStatus
-from .errors import InvalidArgument, JobCancelled, Phase, RequestError
+from .device import Device, StageTimes, WaitStatus
+from .errors import (
+    InputMismatch,
+    InvalidArgument,
+    JobCancelled,
+    Phase,
+    RequestError,
+    ServiceFailed,
+)
 from .events import Event, Listener
-from .manifest import ModelGeneration, TaskKind
+from .manifest import Manifest, ManifestMismatch, ModelGeneration, TaskKind, bind
+from .prepare import HostMemory, host_memory
+from .stepdata import StepData
 from .timer import Rank
 from .timing import Stage
+
+WarmUp = Callable[["Executor"], Awaitable[str | None]]
 
 
 @frozen
 class InferenceResult:
-    """The result of one job: its identity and its timings (ns of the executor's clock)."""
+    """The result of one job.
+
+    Args:
+        job_id, request_id, generation_id: what it was.
+        kind: what it ran.
+        timings: of the executor, ns of its clock.
+        stages: of the device, where it reports them.
+        logits: ``[count]`` float32, of the last position; ``None`` for a step without tokens.
+            Unless the caller gave an array of its own, the next step of the sequence overwrites it.
+    """
 
     job_id: int
+    request_id: int
+    generation_id: int
     kind: TaskKind
     timings: JobTimings
+    stages: StageTimes | None
+    logits: NDArray[np.float32] | None
 
 
 class _Parking:
@@ -79,28 +107,54 @@ class Executor:
 
     Attributes:
         core: the decisions, open to inspection.
-        generation: the model that is loaded.
+        manifest: what the device is to hold.
     """
 
     def __init__(
         self,
         device: Device,
-        generation: ModelGeneration,
+        manifest: Manifest,
         config: ExecutorConfig,
         listeners: Iterable[Listener],
+        warm_up: WarmUp | None,
     ) -> None:
         device.semantics.check_in_flight(config.max_inflight)
-        self.generation = generation
+        self.manifest = manifest
         self._device = device
         self._timer = device.timer
         self._listeners = tuple(listeners)
-        self.core = Core(config, generation, device.semantics.engines, self._tell)
+        self._warm_up = warm_up
+        self.core = Core(config, device.semantics.engines, self._tell, device.capabilities)
         self._submitter_wake = _Parking()
         self._timer_wake = _Parking()
         self._drain_wake = _Parking()
+        self._recovery_wake = _Parking()
+        self._ended = trio.Event()
         self._armed_ns: int | None = None
         self._broken = False
         self._next_request_id = 0
+        self._next_warmup_id = -1
+
+    @property
+    def generation(self) -> ModelGeneration:
+        """The model that is loaded; another one after a recovery."""
+        return self.core.generation
+
+    async def failed(self) -> NoReturn:
+        """Wait until the executor has failed for good; for the task that supervises a service.
+
+        Raises :class:`ServiceFailed` with the exit code that the process should end with.
+        """
+        await self._ended.wait()
+        self.check()
+        await trio.sleep_forever()
+        raise AssertionError
+
+    def check(self) -> None:
+        """Raise :class:`ServiceFailed` if the executor has failed."""
+        health = self.core.health
+        if health.lifecycle is LifecycleState.FAILED:
+            raise ServiceFailed(health.why, health.exit_code)
 
     def _tell(self, event: Event) -> None:
         for listener in self._listeners:
@@ -110,7 +164,12 @@ class Executor:
 
     @asynccontextmanager
     async def sequence(
-        self, prompt_tokens: int, output_tokens: int, *, request_id: int | None = None
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        *,
+        request_id: int | None = None,
+        warmup: bool = False,
     ) -> AsyncIterator[Sequence]:
         """Admit one request and hold its KV sequence for the block.
 
@@ -118,38 +177,45 @@ class Executor:
             prompt_tokens: tokens of the prompt, at least 1.
             output_tokens: the most tokens that will be produced; 0 for a prefill only.
             request_id: unique among the open requests; given by the executor if ``None``.
+            warmup: part of the golden run of a generation; for :data:`WarmUp` alone.
 
         Raises:
             InvalidArgument, ResourceExhausted, Unavailable: refused.
             DeadlineExceeded: not admitted by the admission deadline.
             JobCancelled: the executor shut down meanwhile.
         """
-        if request_id is None:
-            request_id = self._next_request_id
-        self._next_request_id = max(self._next_request_id, request_id + 1)
-        request = self.core.submit_request(
-            request_id, prompt_tokens, output_tokens, self._timer.now_ns()
-        )
-        self._act()
+        sequence = await self.admit(prompt_tokens, output_tokens, request_id=request_id, warmup=warmup)
         try:
-            await self._wait_admitted(request)
-            yield Sequence(self, request)
+            yield sequence
         except RequestError as error:
-            self._close(request, error)
+            sequence.close(error)
             raise
         except BaseException:
-            self._close(
-                request, JobCancelled(f"request {request.request_id} was given up by its caller")
-            )
+            name = f"request {sequence.request.request_id}"
+            sequence.close(JobCancelled(f"{name} was given up by its caller"))
             raise
         else:
-            self._close(request, None)
+            sequence.close()
 
-    def _close(self, request: RequestState, error: RequestError | None) -> None:
-        self.core.close_request(request, error, self._timer.now_ns())
+    async def admit(
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        *,
+        request_id: int | None = None,
+        warmup: bool = False,
+    ) -> Sequence:
+        """As :meth:`sequence`, for a caller who closes the sequence himself."""
+        if request_id is None:
+            request_id = self._next_warmup_id if warmup else self._next_request_id
+        if warmup:
+            self._next_warmup_id -= 1
+        else:
+            self._next_request_id = max(self._next_request_id, request_id + 1)
+        request = self.core.submit_request(
+            request_id, prompt_tokens, output_tokens, self._timer.now_ns(), warmup=warmup
+        )
         self._act()
-
-    async def _wait_admitted(self, request: RequestState) -> None:
         if request.outcome is None and not request.admitted:
             request.waiter = current_task()
 
@@ -163,9 +229,16 @@ class Executor:
         if not request.admitted:
             assert request.error is not None
             raise request.error
+        return Sequence(self, request)
 
-    async def _run(self, request: RequestState, kind: TaskKind, tokens: int) -> Job:
-        job = self.core.submit_step(request, kind, tokens, self._timer.now_ns())
+    def _close(self, request: RequestState, error: RequestError | None) -> None:
+        self.core.close_request(request, error, self._timer.now_ns())
+        self._act()
+
+    async def _run(
+        self, request: RequestState, kind: TaskKind, tokens: int, data: StepData | None
+    ) -> Job:
+        job = self.core.submit_step(request, kind, tokens, self._timer.now_ns(), data)
         self._act()
         if not job.answered:
             job.waiter = current_task()
@@ -197,35 +270,133 @@ class Executor:
         if next_ns is not None and (self._armed_ns is None or next_ns < self._armed_ns):
             self._armed_ns = next_ns
             self._timer_wake.signal()
-        if core.lifecycle is not LifecycleState.READY:
+        if not core.health.ready:
             self._drain_wake.signal()
+            if core.reset_due:
+                self._recovery_wake.signal()
+            if core.lifecycle is LifecycleState.FAILED:
+                self._ended.set()
 
     # --- the service tasks ----------------------------------------------------------------------------
 
     async def _submitter(self) -> NoReturn:
-        """The only task that calls ``infer()`` (§5.1 rule 2)."""
+        """The only task that prepares jobs and calls ``infer()`` (§5.1 rule 2)."""
+        device, core, timer = self._device, self.core, self._timer
         while True:
-            job = self.core.next_submission(self._timer.now_ns())
+            job = core.next_submission()
             if job is None:
                 await self._submitter_wake.wait()
                 continue
-            rc = await self._device.infer(job)
-            self.core.submit_returned(job, rc, self._timer.now_ns())
+            memory = host_memory(job)
+            try:
+                memory.load(device, job)
+            except RequestError as error:
+                memory.unload()
+                core.prepare_failed(job, error, timer.now_ns())
+                self._act()
+                await trio.lowlevel.checkpoint()
+                continue
+            core.prepared(job, timer.now_ns())
+            self._act()
+            rc = await device.infer(job)
+            if rc != CalrtCode.SUCCESS:
+                memory.unload()
+            core.submit_returned(job, rc, timer.now_ns())
             self._act()
 
     async def _completer(self) -> NoReturn:
-        """The only task that calls ``wait()``; it converts the output too."""
+        """The only task that calls ``wait()``; it checks and converts the output too."""
+        core, timer = self.core, self._timer
         while True:
             done = await self._device.wait()
             job = done.job
-            job.stages = done.stages
+            memory = None if job.final else host_memory(job)
             failed = done.status is WaitStatus.DONE_CCU_EXCEPTION
-            convert = self.core.wait_returned(job, done.rc, self._timer.now_ns(), exception=failed)
+            if memory is not None and done.rc == CalrtCode.SUCCESS and not failed:
+                memory.unload()
+            if not job.final:
+                job.stages = done.stages
+            convert = core.wait_returned(job, done.rc, timer.now_ns(), exception=failed)
             self._act()
-            if convert:
-                await self._timer.work(Stage.POSTPROCESS, job)
-                self.core.completed(job, self._timer.now_ns())
+            if not convert:
+                continue
+            if not job.answered:
+                await timer.work(Stage.POSTPROCESS, job)
+            assert memory is not None
+            # A reset may have come meanwhile; then the job has ended, and nobody reads this.
+            wrong = None if job.final else memory.deliver(job)
+            if wrong is None:
+                core.completed(job, timer.now_ns())
+            else:
+                core.output_rejected(job, wrong, timer.now_ns())
+            self._act()
+
+    async def _recoverer(self) -> NoReturn:
+        """Resets the device when ``core`` says so, and brings up the next generation (§9.2)."""
+        core = self.core
+        while True:
+            await self._recovery_wake.wait()
+            if not core.reset_due:
+                continue
+            core.reset_started()
+            rc = await self._in_time(self._device.reset)
+            if core.reset_returned(rc, self._timer.now_ns()):
                 self._act()
+                await self._bring_up(core.generation.generation_id + 1)
+            self._act()
+
+    async def _in_time(self, call: Callable[[], Awaitable[int]]) -> int | None:
+        """The return code of ``call``, or ``None`` if it takes longer than the reset timeout."""
+        rc: int | None = None
+        came = _Parking()
+
+        async def do() -> None:
+            nonlocal rc
+            rc = await call()
+            came.signal()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(do)
+            end_ns = self._timer.now_ns() + self.core.config.reset_timeout_ns
+            await self._sleep_unless(came.wait, end_ns, 2)
+            nursery.cancel_scope.cancel()
+        return rc
+
+    async def _bring_up(self, generation_id: int) -> None:
+        """Check, load and warm up a generation: ``CONFIGURING``, ``WARMING``, ``READY``."""
+        core, device = self.core, self._device
+        try:
+            generation = bind(self.manifest, device.models(), generation_id)
+        except ManifestMismatch as error:
+            core.start_failed(str(error), self._timer.now_ns(), repair=True)
+            raise
+        rc = await self._in_time(lambda: device.configure(generation))
+        if rc != CalrtCode.SUCCESS:
+            what = "did not end in time" if rc is None else f"returned {code_name(rc)}"
+            core.start_failed(f"the load of the model {what}", self._timer.now_ns())
+            return
+        if core.lifecycle is not LifecycleState.CONFIGURING:
+            return  # shut down meanwhile
+
+        def make_memory(kind: TaskKind, engine: int) -> SlotMemory:
+            contract = generation.submodels[kind]
+            return HostMemory(contract, generation.tile_d0[kind], device.buffers(contract, engine))
+
+        core.configured(generation, self._timer.now_ns(), device.kv, make_memory)
+        self._act()
+        wrong = await self._warm() if self._warm_up is not None else None
+        if wrong is None:
+            core.warmed(self._timer.now_ns())
+        else:
+            core.start_failed(f"the golden run of the warm-up failed: {wrong}", self._timer.now_ns())
+        self._act()
+
+    async def _warm(self) -> str | None:
+        assert self._warm_up is not None
+        try:
+            return await self._warm_up(self)
+        except RequestError as error:
+            return str(error)
 
     async def _expirer(self) -> NoReturn:
         """Sleeps until the next deadline, or until an earlier one appears."""
@@ -274,6 +445,7 @@ class Executor:
                     nursery.start_soon(self._submitter)
                     nursery.start_soon(self._completer)
                     nursery.start_soon(self._expirer)
+                    nursery.start_soon(self._recoverer)
         finally:
             self._broken = True  # from here on nobody calls the device: do not wait for it
             self._drain_wake.signal()
@@ -282,27 +454,111 @@ class Executor:
 class Sequence:
     """One admitted request: its KV sequence and its steps, one at a time."""
 
-    __slots__ = ("_executor", "_last_job", "request")
+    __slots__ = ("_executor", "_last_job", "_logits", "request")
 
     def __init__(self, executor: Executor, request: RequestState) -> None:
         self._executor = executor
         self._last_job: Job | None = None
+        self._logits: NDArray[np.float32] | None = None
         self.request = request
 
-    async def _run(self, kind: TaskKind, token_count: int) -> InferenceResult:
-        job = self._last_job = await self._executor._run(self.request, kind, token_count)
-        return InferenceResult(job.job_id, kind, job.timings)
+    @property
+    def past_len(self) -> int:
+        """Tokens that its KV holds."""
+        held = self._executor.core.kv.holders.get(self.request.sequence_id)
+        return 0 if held is None or self.request.outcome is not None else held.committed_tokens
 
-    async def prefill(self, token_count: int) -> InferenceResult:
-        """Run ``token_count`` prompt tokens. Cancelling leaves at once; the device finishes its job.
+    async def prefill(
+        self,
+        tokens: int | ArrayLike,
+        *,
+        positions: ArrayLike | None = None,
+        out: NDArray[np.float32] | None = None,
+        base: int = 0,
+        sequences: int = 1,
+    ) -> InferenceResult:
+        """Run prompt tokens. Cancelling leaves at once; the device finishes its job.
+
+        Args:
+            tokens: ids ``[n]``; embeddings ``[n, hidden]`` of floats where the model has a graph
+                for them; or only how many, where nothing but timing is of interest.
+            positions: ``[n]``; those that follow what the sequence holds if ``None``.
+            out: ``[count]`` float32, gets the logits of vocabulary entries from ``base`` on; an
+                array of the sequence's own for the whole vocabulary if ``None``.
+            base: first vocabulary entry of ``out``.
+            sequences: how many the tokens belong to; more than ``max_batch`` is refused.
 
         Raises a :class:`~caltrio.errors.RequestError` that says what became of the job.
         """
-        return await self._run(TaskKind.PREFILL_IDS, token_count)
+        kind = TaskKind.PREFILL_IDS
+        if isinstance(tokens, int):
+            return await self._run(kind, tokens, None)
+        given = np.asarray(tokens)
+        if given.dtype.kind == "f":
+            kind, count = TaskKind.PREFILL_EMBEDS, len(given) if given.ndim == 2 else 0
+            given = given.astype(np.float32)
+            return await self._run(
+                kind,
+                count,
+                self._data(given, count, positions, out, base, sequences),
+            )
+        data = self._data(_ids(given), given.size, positions, out, base, sequences)
+        return await self._run(kind, given.size, data)
 
-    async def decode(self) -> InferenceResult:
-        """Run one token, at the position after all before it. Otherwise as :meth:`prefill`."""
-        return await self._run(TaskKind.DECODE, 1)
+    async def decode(
+        self, token: int | None = None, *, out: NDArray[np.float32] | None = None, base: int = 0
+    ) -> InferenceResult:
+        """Run one token at the position after all before it. Otherwise as :meth:`prefill`.
+
+        Without ``token`` only the timing of the step is of interest.
+        """
+        data = None
+        if token is not None:
+            data = self._data(_ids(np.asarray([token])), 1, None, out, base, 1)
+        return await self._run(TaskKind.DECODE, 1, data)
+
+    def _data(
+        self,
+        tokens: NDArray[np.int32] | NDArray[np.float32],
+        count: int,
+        positions: ArrayLike | None,
+        out: NDArray[np.float32] | None,
+        base: int,
+        sequences: int,
+    ) -> StepData:
+        vocab = self._executor.manifest.submodels[0].logits.shape[-1]
+        if positions is None:
+            past_len = self.past_len
+            where = np.arange(past_len, past_len + count, dtype=np.int32)
+        else:
+            where = _ids(np.asarray(positions))
+        if out is None:
+            if self._logits is None:
+                self._logits = np.empty(vocab, np.float32)
+            out = self._logits[base:] if 0 <= base <= vocab else self._logits
+        if not (
+            out.dtype == np.float32 and out.ndim == 1 and out.flags.c_contiguous and out.flags.writeable
+        ):
+            raise InputMismatch("out is not a writable row of float32; give one", Phase.PREPARE)
+        if not 0 <= base <= vocab or out.size > vocab - base:
+            raise InputMismatch(
+                f"{out.size} logits from entry {base} on are outside the vocabulary of {vocab}",
+                Phase.PREPARE,
+            )
+        return StepData(tokens, where, out, base, sequences)
+
+    async def _run(self, kind: TaskKind, token_count: int, data: StepData | None) -> InferenceResult:
+        job = await self._executor._run(self.request, kind, token_count, data)
+        self._last_job = job
+        return InferenceResult(
+            job.job_id,
+            job.request_id,
+            job.generation_id,
+            kind,
+            job.timings,
+            job.stages if isinstance(job.stages, StageTimes) else None,
+            None if data is None else data.out,
+        )
 
     async def emit_token(self) -> None:
         """Sample and emit one token of the last result: charges the client's time, stamps the token."""
@@ -312,26 +568,49 @@ class Sequence:
         await executor._timer.work(Stage.CLIENT, self._last_job)
         executor.core.token_emitted(self.request, executor._timer.now_ns())
 
+    def close(self, error: RequestError | None = None) -> None:
+        """The caller is done: KV comes back once the device is done too. ``error``: why, if early."""
+        self._executor._close(self.request, error)
+
+
+def _ids(values: NDArray[np.generic]) -> NDArray[np.int32]:
+    """A row of int32, or an error that shows the value that does not fit."""
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise InputMismatch(
+            f"{values.dtype} of {values.ndim} dimensions is not a row of whole numbers", Phase.PREPARE
+        )
+    if values.size and not -(2**31) <= int(values.min()) <= int(values.max()) < 2**31:
+        raise InputMismatch(
+            f"{int(values.min())} to {int(values.max())} does not fit in 32 bits", Phase.PREPARE
+        )
+    return values.astype(np.int32)
+
 
 @asynccontextmanager
 async def open_executor(
     device: Device,
-    generation: ModelGeneration,
+    manifest: Manifest,
     config: ExecutorConfig,
     *,
     listeners: Iterable[Listener] = (),
+    warm_up: WarmUp | None = None,
 ) -> AsyncIterator[Executor]:
     """An executor for the block. Leaving it cancels what is queued and drains what is submitted.
 
     Args:
         device: what to drive.
-        generation: the model that is loaded on it.
+        manifest: what it is to hold; checked before anything is loaded.
         config: limits and timeouts.
         listeners: called with each :data:`~caltrio.events.Event`, at the moment of the event.
+        warm_up: the golden run that each generation must pass before traffic, as
+            :meth:`caltrio.golden.Golden.warm_up`; returns what was wrong. ``None`` runs none.
 
-    Raises ``ValueError`` if the in-flight limit cannot work with the device's semantics.
+    Raises:
+        ManifestMismatch: the device holds something else.
+        ServiceFailed: the model cannot be loaded, or its golden run was wrong.
+        ValueError: the in-flight limit cannot work with the device's semantics.
     """
-    executor = Executor(device, generation, config, listeners)
+    executor = Executor(device, manifest, config, listeners, warm_up)
     # A cancelled caller must not take the submitter or the completer with it: the device may own
     # memory. So they are shielded, and end only after the drain.
     services = trio.CancelScope(shield=True)
@@ -339,6 +618,8 @@ async def open_executor(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(executor._serve, services)
         try:
+            await executor._bring_up(1)
+            executor.check()
             yield executor
         except BaseException as error:  # noqa: BLE001 - raised again below, outside the nursery's grouping
             failure = error

@@ -1,98 +1,347 @@
-"""What a model asks of the device: the contracts of specification §4.1.
+"""What a model asks of the device: the contracts of specification §4.1, read from a TOML manifest.
 
-The values of the current product are given by :func:`qwen3_generation`.
+A :class:`Manifest` says what is expected, a :class:`DeviceModel` what the device reports.
+:func:`bind` compares them exactly (§10.2) and gives the :class:`ModelGeneration` that runs; there
+is no other way to one, and no name is ever matched in part.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from functools import cache, cached_property
+from importlib.resources import files
 from math import prod
+from pathlib import Path
 
 from attrs import field, frozen
 
+from .errors import CaltrioError, InputError
+from .tomlfile import converter, parse_toml, read_text, structure
+
 
 class TaskKind(StrEnum):
-    """What a job runs (§4.1); the two kinds that a text request needs."""
+    """What a job runs (§4.1). The current product has graphs for ``prefill_ids`` and ``decode``."""
 
     PREFILL_IDS = "prefill_ids"
+    PREFILL_EMBEDS = "prefill_embeds"
     DECODE = "decode"
+    VISION = "vision"
 
 
 DTYPE_BYTES = {"s32": 4, "bf16": 2, "f32": 4}
 
+# The key under which a graph's metadata gives the tile size of its logits: an assumption.
+TILE_D0_KEY = "logits_tile_d0"
+
+
+def _positive(_instance: object, attribute: object, value: int) -> None:
+    if not 1 <= value < 2**63:
+        raise ValueError(f"{getattr(attribute, 'name', '')} is {value}; give 1 or more")
+
 
 @frozen
 class TensorContract:
-    """One tensor of a submodel: exact name, shape, dtype (``s32``, ``bf16``, ``f32``)."""
+    """One tensor of a submodel: exact name, shape, dtype (``s32``, ``bf16``, ``f32``), size.
+
+    Args:
+        sliceable: may a job use a slice of it (``SliceTensor()``)?
+    """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] = field()
     dtype: str = field()
+    byte_size: int = field()
+    sliceable: bool = False
+
+    @shape.validator
+    def _real(self, _attribute: object, shape: tuple[int, ...]) -> None:
+        if not shape or any(size < 1 for size in shape):
+            raise ValueError(f"shape is {list(shape)}; give sizes of 1 or more")
 
     @dtype.validator
-    def _known(self, _attribute: object, value: str) -> None:
-        if value not in DTYPE_BYTES:
-            raise ValueError(f"dtype {value!r} is unknown; use one of {', '.join(DTYPE_BYTES)}")
+    def _known(self, _attribute: object, dtype: str) -> None:
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPE_BYTES)}")
 
-    @property
-    def byte_size(self) -> int:
-        """Bytes of the whole tensor."""
-        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+    @byte_size.validator
+    def _fits(self, _attribute: object, byte_size: int) -> None:
+        whole = prod(self.shape) * DTYPE_BYTES[self.dtype]
+        if byte_size != whole:
+            raise ValueError(
+                f"byte_size is {byte_size}, but {list(self.shape)} of {self.dtype} is {whole} bytes"
+            )
 
 
 @frozen
 class SubmodelContract:
-    """One graph of the calbin: its tensors and limits, batch 1 in the current product."""
+    """One graph of the calbin: its exact name, its tensors, its CSRs, its limits (§4.1)."""
 
     kind: TaskKind
     exact_name: str
     tokens: TensorContract
     position: TensorContract
     logits: TensorContract
-    max_seq: int
+    csr_cur_seq: str
+    csr_total_seq: str
+    max_batch: int = field(validator=_positive)
+    max_seq: int = field(validator=_positive)
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of one token in the token (or embedding) tensor ``[batch, positions, …]``."""
+        return self.tokens.byte_size // prod(self.tokens.shape[:2])
+
+    @cached_property
+    def position_bytes(self) -> int:
+        """Bytes of one token's position."""
+        return DTYPE_BYTES[self.position.dtype]
+
+    @property
+    def tensors(self) -> tuple[TensorContract, TensorContract, TensorContract]:
+        """Tokens, positions, logits."""
+        return self.tokens, self.position, self.logits
 
     def input_bytes(self, token_count: int) -> int:
         """Bytes that H2D moves for ``token_count`` tokens: their ids and their positions."""
-        return token_count * (DTYPE_BYTES[self.tokens.dtype] + DTYPE_BYTES[self.position.dtype])
+        return token_count * (self.token_bytes + self.position_bytes)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes that D2H moves: the logits of one position."""
+        """Bytes that D2H moves: the logits."""
         return self.logits.byte_size
 
 
 @frozen
-class ModelGeneration:
-    """One loaded model. A reset or a model switch makes a new generation (§9.2)."""
+class Manifest:
+    """What a calbin is expected to hold.
 
-    generation_id: int
+    Args:
+        schema: 1.
+        name: of the model.
+        submodels: its graphs; each kind and each exact name once.
+        calrt_version: the runtime that it was made for.
+        calbin_sha256: of the file, where known; the device must report the same.
+    """
+
+    schema: int = field()
     name: str
-    submodels: dict[TaskKind, SubmodelContract]
+    submodels: tuple[SubmodelContract, ...] = field()
+    calrt_version: str
+    calbin_sha256: str | None = None
+
+    @schema.validator
+    def _known_schema(self, _attribute: object, schema: int) -> None:
+        if schema != 1:
+            raise ValueError(f"schema is {schema}; this version reads 1")
+
+    @submodels.validator
+    def _unambiguous(self, _attribute: object, submodels: tuple[SubmodelContract, ...]) -> None:
+        if not submodels:
+            raise ValueError("submodels is empty; name at least one graph")
+        for what, values in (
+            ("kind", [str(contract.kind) for contract in submodels]),
+            ("exact_name", [contract.exact_name for contract in submodels]),
+        ):
+            twice = [value for value, count in Counter(values).items() if count > 1]
+            if twice:
+                raise ValueError(f"{what} {twice[0]!r} stands for two submodels; name each once")
+
+    @cached_property
+    def by_kind(self) -> Mapping[TaskKind, SubmodelContract]:
+        """The graphs by what they run."""
+        return {contract.kind: contract for contract in self.submodels}
 
     @property
     def max_seq(self) -> int:
         """Positions that one sequence may fill, in tokens."""
-        return min(contract.max_seq for contract in self.submodels.values())
+        return min(contract.max_seq for contract in self.submodels)
 
 
-def qwen3_generation(generation_id: int = 1) -> ModelGeneration:
-    """The product of §4.1: batch 1, 40960 positions, BF16 logits of ``[1, 1, 151936]``."""
+@frozen
+class DeviceTensor:
+    """A tensor as the device reports it; ``byte_size`` is what its ``ByteSize()`` says."""
 
-    def contract(kind: TaskKind, name: str, positions: int) -> SubmodelContract:
-        return SubmodelContract(
-            kind=kind,
-            exact_name=name,
-            tokens=TensorContract("token_ids", (1, positions), "s32"),
-            position=TensorContract("position_ids", (1, positions), "s32"),
-            logits=TensorContract("logits", (1, 1, 151936), "bf16"),
-            max_seq=40960,
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    byte_size: int
+
+
+@frozen
+class DeviceModel:
+    """A graph as the device reports it (``GetAllModels()``), with the graph's own metadata."""
+
+    name: str
+    tensors: tuple[DeviceTensor, ...]
+    metadata: Mapping[str, str] = field(factory=dict)
+
+
+@frozen
+class ModelGeneration:
+    """One loaded model. A reset or a change of model makes a new generation (§9.2).
+
+    Made by :func:`bind`. ``tile_d0`` has the tile size of each kind's logits, from the graph.
+    """
+
+    generation_id: int
+    manifest: Manifest
+    tile_d0: Mapping[TaskKind, int]
+
+    @property
+    def submodels(self) -> Mapping[TaskKind, SubmodelContract]:
+        """The contracts by kind."""
+        return self.manifest.by_kind
+
+    @cached_property
+    def max_seq(self) -> int:
+        """Positions that one sequence may fill, in tokens."""
+        return self.manifest.max_seq
+
+
+class ManifestMismatch(CaltrioError):
+    """The device does not hold what the manifest says; the generation never becomes ready.
+
+    Args:
+        manifest: its name.
+        differences: each with both sides.
+    """
+
+    def __init__(self, manifest: str, differences: tuple[str, ...]) -> None:
+        super().__init__(manifest, differences)
+        self.manifest, self.differences = manifest, differences
+
+    def __str__(self) -> str:
+        return (
+            f"manifest {self.manifest!r} and the device differ: {'; '.join(self.differences)}; "
+            "load the calbin that the manifest describes, or correct the manifest"
         )
 
-    return ModelGeneration(
-        generation_id,
-        "qwen3-8b",
-        {
-            TaskKind.PREFILL_IDS: contract(TaskKind.PREFILL_IDS, "prefill", 40960),
-            TaskKind.DECODE: contract(TaskKind.DECODE, "decode", 1),
-        },
-    )
+
+def bind(manifest: Manifest, models: Sequence[DeviceModel], generation_id: int) -> ModelGeneration:
+    """Check that the device holds exactly what ``manifest`` says (§10.2).
+
+    Raises :class:`ManifestMismatch` with every difference: a missing, surplus or repeated graph or
+    tensor, a wrong dtype, rank, shape or size, no usable tile size in a graph's metadata.
+    """
+    expected = {contract.exact_name: contract for contract in manifest.submodels}
+    counts = Counter(model.name for model in models)
+    has = f"the device has {_names(counts)}"
+    differences = [f"graph {name!r} is missing ({has})" for name in expected if name not in counts]
+    differences += [
+        f"graph {name!r} is on the device {count} times" if name in expected
+        else f"graph {name!r} is on the device, but not in the manifest ({_names(expected)})"
+        for name, count in counts.items()
+        if name not in expected or count > 1
+    ]  # fmt: skip
+    tile_d0 = {}
+    for model in models:
+        contract = expected.get(model.name)
+        if contract is None:
+            continue
+        differences += _tensor_differences(contract, model)
+        d0 = model.metadata.get(TILE_D0_KEY)
+        if d0 is None or not d0.isascii() or not d0.isdigit() or not 0 < int(d0) < 2**31:
+            differences.append(
+                f"graph {model.name!r}: metadata {TILE_D0_KEY} is {d0!r}, expected a whole number"
+            )
+        elif contract.logits.shape[-1] % int(d0):
+            differences.append(
+                f"graph {model.name!r}: metadata {TILE_D0_KEY} is {d0}, which does not divide the "
+                f"{contract.logits.shape[-1]} entries of the manifest's logits"
+            )
+        else:
+            tile_d0[contract.kind] = int(d0)
+    if differences:
+        raise ManifestMismatch(manifest.name, tuple(differences))
+    return ModelGeneration(generation_id, manifest, tile_d0)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _tensor_differences(contract: SubmodelContract, model: DeviceModel) -> list[str]:
+    counts = Counter(tensor.name for tensor in model.tensors)
+    expected = {tensor.name: tensor for tensor in contract.tensors}
+    where = f"graph {model.name!r}"
+    found = [
+        f"{where}: tensor {name!r} is missing (the device has {_names(counts)})"
+        for name in expected
+        if name not in counts
+    ]
+    for tensor in model.tensors:
+        ours = expected.get(tensor.name)
+        if ours is None:
+            found.append(f"{where}: tensor {tensor.name!r} is not in the manifest ({_names(expected)})")
+        elif counts[tensor.name] > 1:
+            found.append(f"{where}: tensor {tensor.name!r} is there {counts[tensor.name]} times")
+        else:
+            found += tensor_differences(ours, tensor, f"{where}, tensor {tensor.name!r}")
+    return found
+
+
+def tensor_differences(ours: TensorContract, theirs: DeviceTensor, where: str) -> list[str]:
+    """What differs between a contract and a tensor of the device, each with both sides."""
+    pairs: list[tuple[str, object, object]] = [("dtype", ours.dtype, theirs.dtype)]
+    if len(ours.shape) != len(theirs.shape):
+        pairs.append(("rank", len(ours.shape), len(theirs.shape)))
+    else:
+        pairs.append(("shape", list(ours.shape), list(theirs.shape)))
+    pairs.append(("byte size", ours.byte_size, theirs.byte_size))
+    return [
+        f"{where}: {what} is {mine} in the manifest, {other} on the device"
+        for what, mine, other in pairs
+        if mine != other
+    ]
+
+
+def parse_manifest(text: str, where: str) -> Manifest:
+    """A manifest from TOML text. Raises :class:`InputError` naming ``where`` and the key."""
+    return structure(parse_toml(text, where), Manifest, where, converter())
+
+
+@cache
+def _shipped(name: str) -> Manifest:
+    text = (files("caltrio") / "manifests" / f"{name}.toml").read_text(encoding="utf-8")
+    return parse_manifest(text, f"manifest {name!r}")
+
+
+def shipped_manifests() -> list[str]:
+    """Names of the manifests that ship with caltrio."""
+    folder = files("caltrio") / "manifests"
+    return sorted(e.name.removesuffix(".toml") for e in folder.iterdir() if e.name.endswith(".toml"))
+
+
+def load_manifest(name_or_path: str = "qwen3-8b") -> Manifest:
+    """A manifest by the name of one that ships, or from a ``.toml`` file.
+
+    Raises :class:`InputError` naming the file and the first wrong key.
+    """
+    if name_or_path in shipped_manifests():
+        return _shipped(name_or_path)
+    path = Path(name_or_path)
+    if not name_or_path.endswith(".toml"):
+        raise InputError(
+            f"manifest {name_or_path!r}",
+            "",
+            "is neither a .toml file nor one that ships",
+            f"shipped: {', '.join(shipped_manifests())}",
+        )
+    return parse_manifest(read_text(path), str(path))
+
+
+def device_models(manifest: Manifest, tile_d0: int) -> list[DeviceModel]:
+    """What a device that holds exactly ``manifest`` reports; for devices written in Python."""
+    return [
+        DeviceModel(
+            contract.exact_name,
+            tuple(
+                DeviceTensor(tensor.name, tensor.shape, tensor.dtype, tensor.byte_size)
+                for tensor in contract.tensors
+            ),
+            {TILE_D0_KEY: str(tile_d0)},
+        )
+        for contract in manifest.submodels
+    ]

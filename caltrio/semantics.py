@@ -63,6 +63,23 @@ class SubmitWhenFull(StrEnum):
     BUSY = "busy"
 
 
+class KvAfterFailedWait(StrEnum):
+    """The KV after a submit that succeeded and a ``Wait()`` that failed (§14)."""
+
+    UNCHANGED = "unchanged"
+    APPLIED = "applied"
+    UNKNOWN = "unknown"
+
+
+class ResetScope(StrEnum):
+    """What a reset really resets (§14). Only ``device`` is enough to build a new generation on."""
+
+    NONE = "none"
+    JOB = "job"
+    ENGINE = "engine"
+    DEVICE = "device"
+
+
 def _permille(value: float) -> int:
     return round(Fraction(repr(value)) * PERMILLE)
 
@@ -91,6 +108,8 @@ class EngineSemantics:
         slot_release: when the engine slot takes the next job.
         completion_signal, completion_order: when D2H may start; the order of ``Wait()``.
         submit_when_full: what ``infer()`` does with no free slot.
+        kv_after_failed_wait: what a failed job left in the KV; the executor never relies on it.
+        reset_scope: what a reset resets; ``none`` until the vendor confirms one.
     """
 
     engines: int = field(default=2)
@@ -107,6 +126,10 @@ class EngineSemantics:
         default=CompletionOrder.IN_ORDER, converter=CompletionOrder
     )
     submit_when_full: SubmitWhenFull = field(default=SubmitWhenFull.BUSY, converter=SubmitWhenFull)
+    kv_after_failed_wait: KvAfterFailedWait = field(
+        default=KvAfterFailedWait.UNKNOWN, converter=KvAfterFailedWait
+    )
+    reset_scope: ResetScope = field(default=ResetScope.NONE, converter=ResetScope)
 
     @engines.validator
     def _some_engines(self, _attribute: object, value: int) -> None:

@@ -3,41 +3,63 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TypeVar
 
+import numpy as np
 import trio
-from attrs import define, field
+from attrs import define, evolve, field
 
+from .capabilities import Capabilities
+from .codes import CalrtCode
 from .config import ExecutorConfig
 from .core.job import Job
-from .device import Completion, Device, DeviceKind, StageTimes, WaitStatus
-from .errors import CalrtCode, JobCancelled
+from .core.kv import KvManager, UnlimitedKv
+from .device import (
+    Completion,
+    Device,
+    DeviceKind,
+    DeviceOptions,
+    OpenDevice,
+    StageTimes,
+    WaitStatus,
+)
+from .errors import JobCancelled
 from .events import Event, JobEnded, RequestEnded
 from .executor import Executor, open_executor
-from .manifest import qwen3_generation
+from .manifest import (
+    DeviceModel,
+    Manifest,
+    ModelGeneration,
+    SubmodelContract,
+    device_models,
+    load_manifest,
+)
+from .mapped import MappedBuffers
+from .prepare import host_memory
 from .semantics import EngineSemantics, SubmitWhenFull
 from .timer import RealTimer, Timer
+from .tokens import ReferenceSequence
 
-KIND = DeviceKind(
-    "fake",
-    "Scripted device for tests: each job takes a fixed time and ends as told",
-    "real",
-    lambda: None,
-)
+T = TypeVar("T")
 
 
 @define(slots=False)
 class FakeDevice:
     """A device of the simplest kind: each job takes ``busy_ns``, jobs run side by side, in order.
 
-    Runs on trio's clock, so under ``trio.testing.MockClock`` it takes no real time.
+    Runs on trio's clock, so under ``trio.testing.MockClock`` it takes no real time. Computes the
+    tokens of :mod:`caltrio.tokens`, by the reference itself, for jobs that carry any.
 
     Args:
         busy_ns: from ``infer()`` to the return of ``Wait()``.
         submit_codes, wait_codes: return codes by job id; success where there is none.
         exceptions: ids of jobs that end with ``DONE_CCU_EXCEPTION``.
         lost: ids of jobs for which ``Wait()`` never returns.
+        manifest: what it holds.
+        kv: its KV manager.
+        reset_code: what a reset returns; the default semantics have none to offer.
     """
 
     busy_ns: int = 1_000_000
@@ -49,12 +71,43 @@ class FakeDevice:
         factory=lambda: EngineSemantics(engines=4, submit_when_full=SubmitWhenFull.BLOCK)
     )
     timer: Timer = field(factory=RealTimer)
+    manifest: Manifest = field(factory=load_manifest)
+    kv: KvManager = field(factory=UnlimitedKv)
+    reset_code: int = CalrtCode.SUCCESS
     inferred: list[int] = field(factory=list)
     waited: list[int] = field(factory=list)
+    configured: list[int] = field(factory=list)
+    resets: int = 0
 
     def __attrs_post_init__(self) -> None:
+        self.capabilities = Capabilities.assumed(self.semantics)
         self._due: deque[tuple[int, Job]] = deque()
         self._more = trio.Event()
+        self._cells: dict[int, list[int]] = {}
+
+    def models(self) -> Sequence[DeviceModel]:
+        """Exactly what the manifest says."""
+        return device_models(self.manifest, 16)
+
+    async def configure(self, generation: ModelGeneration) -> int:
+        """Remembers the generation."""
+        await trio.lowlevel.checkpoint()
+        self.configured.append(generation.generation_id)
+        self._cells.clear()
+        return CalrtCode.SUCCESS
+
+    def buffers(self, contract: SubmodelContract, engine: int) -> MappedBuffers:
+        """As the protocol says."""
+        return MappedBuffers(contract)
+
+    def set_csr(self, graph: str, name: str, value: int) -> int:
+        """Accepts the names of the manifest."""
+        names = {
+            (contract.exact_name, csr)
+            for contract in self.manifest.submodels
+            for csr in (contract.csr_cur_seq, contract.csr_total_seq)
+        }
+        return CalrtCode.SUCCESS if (graph, name) in names else CalrtCode.OUT_OF_RANGE
 
     async def infer(self, job: Job) -> int:
         """Take the job, or refuse it with the code that was scripted."""
@@ -73,11 +126,52 @@ class FakeDevice:
             await self._more.wait()
         at_ns, job = self._due[0]
         await trio.sleep(max(at_ns - self.timer.now_ns(), 0) / 1e9)
+        if not self._due or self._due[0][1] is not job:  # a reset came meanwhile
+            return await self.wait()
         self._due.popleft()
         self.waited.append(job.job_id)
+        if job.data is not None and not job.final:
+            self._compute(job)
         failed = job.job_id in self.exceptions
         status = WaitStatus.DONE_CCU_EXCEPTION if failed else WaitStatus.DONE
         return Completion(job, self.wait_codes.get(job.job_id, 0), status, StageTimes())
+
+    def _compute(self, job: Job) -> None:
+        """Tokens by the reference, from and to the mapped memory."""
+        memory = host_memory(job)
+        cells = self._cells.setdefault(job.sequence_id, [])
+        del cells[job.past_len :]
+        cells += memory.tokens[: job.token_count].tolist()
+        vocab = memory.contract.logits.shape[-1]
+        logits = ReferenceSequence(vocab, cells).logits()
+        memory.logits[-vocab:] = np.frombuffer(logits, np.uint16)
+
+    async def reset(self) -> int:
+        """Forgets every job."""
+        await trio.lowlevel.checkpoint()
+        self.resets += 1
+        self._due.clear()
+        return self.reset_code
+
+
+def _run(main: Callable[[OpenDevice], Awaitable[T]], options: DeviceOptions) -> T:
+    """In real time, whatever ``options.timing`` says."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Device]:
+        semantics = evolve(options.semantics, engines=4, submit_when_full=SubmitWhenFull.BLOCK)
+        yield FakeDevice(100_000, semantics=semantics, manifest=options.model)
+
+    return trio.run(main, opened)
+
+
+KIND = DeviceKind(
+    "fake",
+    "Scripted device for tests: each job takes a fixed time and ends as told",
+    "real",
+    lambda: None,
+    _run,
+)
 
 
 class ContractBroken(AssertionError):
@@ -115,7 +209,7 @@ async def _check_work(
     async with open_device() as device:
         config = ExecutorConfig(max_inflight=max_inflight)
         async with (
-            open_executor(device, qwen3_generation(), config, listeners=[ended.append]) as executor,
+            open_executor(device, load_manifest(), config, listeners=[ended.append]) as executor,
             trio.open_nursery() as nursery,
         ):
             for _ in range(2):
@@ -163,9 +257,7 @@ async def _check_cancel(
     ended: list[Event] = []
     async with open_device() as device:
         config = ExecutorConfig(max_inflight=max_inflight)
-        async with open_executor(
-            device, qwen3_generation(), config, listeners=[ended.append]
-        ) as executor:
+        async with open_executor(device, load_manifest(), config, listeners=[ended.append]) as executor:
             with trio.CancelScope() as scope:
                 async with executor.sequence(3, 1) as sequence, trio.open_nursery() as nursery:
                     nursery.start_soon(sequence.prefill, 3)

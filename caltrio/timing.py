@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 from attrs import field, frozen
 
 from .errors import InputError
-from .manifest import ModelGeneration, TaskKind
+from .manifest import Manifest, TaskKind
 from .tomlfile import (
     Bandwidth,
     Ns,
@@ -275,11 +275,11 @@ class Costs:
 
     Args:
         profile: the timing profile.
-        generation: the contracts, for the bytes that DMA moves.
+        manifest: the contracts, for the bytes that DMA moves.
         seed: of the run; mixed with the profile's own.
     """
 
-    def __init__(self, profile: TimingProfile, generation: ModelGeneration, seed: int) -> None:
+    def __init__(self, profile: TimingProfile, manifest: Manifest, seed: int) -> None:
         self.profile = profile
         self._distribution = profile.jitter.distribution
         self._cv = profile.jitter.cv
@@ -291,7 +291,7 @@ class Costs:
         )
         h2d, d2h = profile.h2d, profile.d2h
         self._h2d = h2d.latency.value, h2d.bandwidth.value
-        contracts = generation.submodels.items()
+        contracts = manifest.by_kind.items()
         self._token_bytes = {kind: contract.input_bytes(1) for kind, contract in contracts}
         self._d2h_ns = {
             kind: transfer_ns(contract.output_bytes, d2h.latency.value, d2h.bandwidth.value)
@@ -301,6 +301,7 @@ class Costs:
             kind: (c.base.value, c.per_token.value, c.per_pair.value)
             for kind, c in (
                 (TaskKind.PREFILL_IDS, profile.compute.prefill),
+                (TaskKind.PREFILL_EMBEDS, profile.compute.prefill),
                 (TaskKind.DECODE, profile.compute.decode),
             )
         }

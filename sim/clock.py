@@ -63,11 +63,13 @@ class SimClock(trio.abc.Clock):
 
     Args:
         costs: what host work costs; :meth:`work` charges it.
+        outside: other threads hand in work: with nothing scheduled, wait for them in real time.
     """
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, *, outside: bool = False) -> None:
         self.env = simpy.Environment(initial_time=0)
         self.costs = costs
+        self._outside = outside
         self._woke = False
         self._moving = True
         self._failure: Exception | None = None
@@ -104,7 +106,7 @@ class SimClock(trio.abc.Clock):
         while not self._woke:
             next_ns = env.peek()
             if next_ns == math.inf == deadline_s:
-                if self._failure is not None:
+                if self._failure is not None or self._outside:
                     return False
                 self._fail(
                     VirtualDeadlock(
@@ -201,12 +203,13 @@ class SimClock(trio.abc.Clock):
         await wait_task_rescheduled(abort)
 
 
-def run_virtual(main: Callable[[SimClock], Awaitable[T]], costs: Costs) -> T:
+def run_virtual(main: Callable[[SimClock], Awaitable[T]], costs: Costs, *, outside: bool = False) -> T:
     """``trio.run`` in virtual time: runs ``main(clock)`` and returns its result.
 
+    With ``outside``, other threads hand in work, and virtual time stands still until they do.
     Raises :class:`VirtualDeadlock`, after cancelling ``main``, if virtual time cannot move.
     """
-    clock = SimClock(costs)
+    clock = SimClock(costs, outside=outside)
 
     async def root() -> T:
         failure: BaseException | None = None

@@ -169,6 +169,7 @@ class Engine:
         semantics: the hypothesis.
         costs: the durations.
         on_finished: called when ``Wait()`` may return for a job.
+        on_read, on_written: called at the end of a job's H2D and of its D2H.
     """
 
     def __init__(
@@ -177,11 +178,15 @@ class Engine:
         semantics: EngineSemantics,
         costs: Costs,
         on_finished: Callable[[Job, StageTimes], None],
+        on_read: Callable[[Job], None] | None = None,
+        on_written: Callable[[Job], None] | None = None,
     ) -> None:
         self._env = env
         self._semantics = semantics
         self._costs = costs
         self._on_finished = on_finished
+        self._on_read, self._on_written = on_read, on_written
+        self._stopped = False
         self._h2d = Channel(env)
         self._d2h = self._h2d if semantics.dma is Dma.HALF_DUPLEX else Channel(env)
         speeds = semantics.sharing_permille
@@ -219,6 +224,14 @@ class Engine:
                 self._slot_wanted = None
                 event.after(0, Rank.SUBMIT_RETURNED, job_id)
 
+    def stop(self) -> None:
+        """A reset: jobs end where they are, and a submitter that waits for a slot goes on."""
+        self._stopped = True
+        if self._slot_wanted is not None:
+            _, event, job_id = self._slot_wanted
+            self._slot_wanted = None
+            event.after(0, Rank.SUBMIT_RETURNED, job_id)
+
     # --- jobs -----------------------------------------------------------------------------------------
 
     def start(self, job: Job, slot: int) -> None:
@@ -244,6 +257,8 @@ class Engine:
 
         yield self._h2d.serve(h2d)
         times.h2d_start_ns, times.h2d_end_ns = h2d.start_ns, env.now  # type: ignore[assignment]
+        if self._on_read is not None and not self._stopped:
+            self._on_read(job)
         if semantics.slot_release is SlotRelease.H2D:
             self.release_slot(slot)
 
@@ -262,6 +277,8 @@ class Engine:
             yield self._computes_drained()
         yield self._d2h.serve(d2h)
         times.d2h_start_ns, times.d2h_end_ns = d2h.start_ns, env.now  # type: ignore[assignment]
+        if self._on_written is not None and not self._stopped:
+            self._on_written(job)
         if self._whole is not None and claim is not None:
             self._whole.release(claim)
         if semantics.slot_release is SlotRelease.D2H:
@@ -269,7 +286,8 @@ class Engine:
 
         interrupt = RankedEvent(env)
         yield interrupt.after(costs.ns(Stage.INTERRUPT, job), Rank.WAIT_RETURNED, job.job_id)
-        self._on_finished(job, times)
+        if not self._stopped:
+            self._on_finished(job, times)
 
     def _compute_queued(self) -> None:
         self._computes_queued += 1

@@ -16,7 +16,7 @@ from attrs import frozen
 
 from caltrio.events import Listener
 from caltrio.executor import open_executor
-from caltrio.manifest import qwen3_generation
+from caltrio.manifest import load_manifest
 from caltrio.observe.metrics import Summary, summarise
 from caltrio.observe.perfetto import PerfettoTrace
 from caltrio.observe.records import Columns, Recorder, stored_tables
@@ -86,8 +86,8 @@ def simulate(
     """
     if requests is None:
         requests = scenario.workload.build(scenario.seed, scenario.base)
-    generation = qwen3_generation()
-    costs = Costs(scenario.timing, generation, stream_seed(scenario.seed, "jitter"))
+    manifest = load_manifest()
+    costs = Costs(scenario.timing, manifest, stream_seed(scenario.seed, "jitter"))
     recorder = Recorder(folder, about_run(scenario, "sim"), on_request=on_request)
     scenario.semantics.check_in_flight(scenario.executor.max_inflight)
 
@@ -112,7 +112,7 @@ def simulate(
             try:
                 with working:
                     async with open_executor(
-                        device, generation, scenario.executor, listeners=heard
+                        device, manifest, scenario.executor, listeners=heard
                     ) as executor:
                         await replay(executor, clock, requests, scenario.workload.clients)
             finally:

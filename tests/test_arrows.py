@@ -4,14 +4,16 @@ import grimp
 import pytest
 
 ALLOWED = {"caltrio": {"caltrio"}, "sim": {"sim", "caltrio"}, "hw": {"hw", "caltrio"}}
-IN_CORE = {"caltrio.core", "caltrio.errors", "caltrio.events", "caltrio.manifest", "caltrio.config",
-           "caltrio.tomlfile", "caltrio.units"}  # fmt: skip
+IN_CORE = {"caltrio.core", "caltrio.codes", "caltrio.config", "caltrio.errors", "caltrio.events",
+           "caltrio.manifest", "caltrio.semantics", "caltrio.tomlfile", "caltrio.units"}  # fmt: skip
 IO = {"trio", "simpy", "time", "random", "asyncio", "threading", "socket", "numpy"}
 
 
 @pytest.fixture(scope="module")
 def graph():
-    return grimp.build_graph(*ALLOWED, include_external_packages=True)
+    return grimp.build_graph(
+        *ALLOWED, include_external_packages=True, exclude_type_checking_imports=True
+    )
 
 
 def wrong_arrows(graph):

@@ -6,7 +6,7 @@ from attrs import evolve, frozen
 from support import profile
 
 from caltrio.errors import InputError
-from caltrio.manifest import TaskKind, qwen3_generation
+from caltrio.manifest import TaskKind, load_manifest
 from caltrio.timing import (
     Costs,
     Distribution,
@@ -103,7 +103,7 @@ def test_a_profile_from_a_file_is_relative_to_its_scenario(tmp_path):
 
 
 def shipped_costs():
-    return Costs(evolve(load_timing("qwen3-8b"), jitter=Jitter()), qwen3_generation(), 1)
+    return Costs(evolve(load_timing("qwen3-8b"), jitter=Jitter()), load_manifest(), 1)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_mix64_is_that_of_the_paper():
 
 def test_only_the_stages_named_are_jittered():
     timing = profile(submit=1_000_000, jitter=Jitter(Distribution.LOGNORMAL, 0.5))
-    costs = Costs(timing, qwen3_generation(), 1)
+    costs = Costs(timing, load_manifest(), 1)
     shapes = [Shape(TaskKind.DECODE, 1, 0, request_id=index) for index in range(50)]
     assert {costs.ns(Stage.SUBMIT, shape) for shape in shapes} == {1_000_000}
     assert len({costs.ns(Stage.COMPUTE, shape) for shape in shapes}) == 50
@@ -199,7 +199,7 @@ def test_only_the_stages_named_are_jittered():
 def test_a_duration_does_not_depend_on_what_was_asked_before():
     timing = profile(jitter=Jitter(Distribution.LOGNORMAL, 0.5))
     shapes = [Shape(TaskKind.DECODE, 1, 0, request_id=index, job_id=index) for index in range(20)]
-    forward, backward = (Costs(timing, qwen3_generation(), 1) for _ in range(2))
+    forward, backward = (Costs(timing, load_manifest(), 1) for _ in range(2))
     there = [forward.ns(Stage.COMPUTE, shape) for shape in shapes]
     back = [backward.ns(Stage.COMPUTE, evolve(shape, job_id=99)) for shape in reversed(shapes)]
     assert there == back[::-1]
@@ -212,6 +212,6 @@ def test_the_seed_of_the_run_and_that_of_the_profile_both_count(seeds):
 
     def ns(run, own):
         timing = profile(jitter=Jitter(Distribution.LOGNORMAL, 0.5, seed=own))
-        return Costs(timing, qwen3_generation(), run).ns(Stage.COMPUTE, shape)
+        return Costs(timing, load_manifest(), run).ns(Stage.COMPUTE, shape)
 
     assert ns(run, own) != ns(1, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from attrs import define
 
@@ -16,14 +16,27 @@ from ..errors import LeaseError
 from ..manifest import TaskKind
 
 
+class SlotMemory(Protocol):
+    """The memory of a slot, as far as the pool asks about it."""
+
+    @property
+    def sliced(self) -> bool:
+        """Are slices set that were not undone?"""
+
+
 @define(slots=True, eq=False)
 class BufferSlot:
-    """The input and output buffers of one job at a time, bound to a kind and an engine."""
+    """The input and output buffers of one job at a time, bound to a kind and an engine.
+
+    ``memory`` is the host storage with the device's buffers on it; it stays where it is for the
+    life of the generation.
+    """
 
     slot_id: int
     generation_id: int
     kind: TaskKind
     engine: int
+    memory: SlotMemory | None = None
 
 
 class BufferLease:
@@ -70,13 +83,19 @@ class BufferLease:
         return moved
 
     def release(self) -> None:
-        """Give the slot back. Raises and quarantines if the device still owns the memory."""
+        """Give the slot back. Raises and quarantines if the device still owns the memory.
+
+        A slot whose slices were not undone is quarantined instead (FI15).
+        """
         slot = self.slot
         if self._in_flight:
             self.quarantine("released while the device owned it")
             raise LeaseError(
                 f"slot {slot.slot_id} was released while the device owned it; it is quarantined"
             )
+        if slot.memory is not None and slot.memory.sliced:
+            self.quarantine("returned with its slices not undone")
+            return
         self._slot = None
         self._pool._give_back(slot)
 
@@ -110,6 +129,7 @@ class BufferPool:
         generation_id: of every slot.
         kinds, engines: one set of slots for each pair.
         slots_each: how many slots a pair has.
+        make_memory: called once for each slot.
         on_quarantine: told of each slot taken out of use, with the reason.
     """
 
@@ -119,6 +139,7 @@ class BufferPool:
         kinds: Iterable[TaskKind],
         engines: Iterable[int],
         slots_each: int,
+        make_memory: Callable[[TaskKind, int], SlotMemory | None],
         on_quarantine: Callable[[BufferSlot, str], None],
     ) -> None:
         self._on_quarantine = on_quarantine
@@ -130,7 +151,8 @@ class BufferPool:
                 slots = range(next_id, next_id + slots_each)
                 next_id += slots_each
                 self._free[kind, engine] = deque(
-                    BufferSlot(slot_id, generation_id, kind, engine) for slot_id in slots
+                    BufferSlot(slot_id, generation_id, kind, engine, make_memory(kind, engine))
+                    for slot_id in slots
                 )
         self.total = next_id
         self.leased = 0
@@ -157,6 +179,14 @@ class BufferPool:
             return None
         self.leased += 1
         return BufferLease(self, free.popleft())
+
+    def retire(self) -> None:
+        """The generation has ended: what is free leaves service too (§5.1 rule 8)."""
+        for free in self._free.values():
+            while free:
+                slot = free.popleft()
+                self.leased += 1
+                self._quarantine(slot, "its generation ended")
 
     def _give_back(self, slot: BufferSlot) -> None:
         self.leased -= 1

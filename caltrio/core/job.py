@@ -13,17 +13,19 @@ from ..errors import IllegalTransition, RequestError
 from ..manifest import TaskKind
 
 if TYPE_CHECKING:
+    from ..stepdata import StepData
     from .buffers import BufferLease
+    from .kv import KvReservation
     from .request import RequestState
 
 
 class JobState(Enum):
     """The states of §4.2, in the order of a job's life."""
 
-    CREATED = "created"  # checked, not yet queued
+    CREATED = "created"  # checked; waits for KV if it must grow
     ADMITTED = "admitted"  # KV reserved; waits for its turn and a buffer
-    PREPARING = "preparing"  # holds a buffer lease; inputs are being copied
-    QUEUED = "queued"  # prepared; the submitter has it
+    PREPARING = "preparing"  # holds a buffer lease; inputs are being copied, slices and CSRs set
+    QUEUED = "queued"  # prepared; the submitter calls infer()
     SUBMITTED = "submitted"  # infer() succeeded: the device owns the buffers
     COMPLETING = "completing"  # Wait() returned well; output is being checked and converted
     SUCCEEDED = "succeeded"
@@ -72,7 +74,7 @@ class JobTimings:
 
     accepted_ns: int
     admitted_ns: int | None = None
-    queued_ns: int | None = None  # prepared, and handed to the submitter
+    queued_ns: int | None = None  # prepared: inputs copied, slices and CSRs set
     infer_ns: int | None = None  # infer() called
     submitted_ns: int | None = None  # infer() returned well
     waited_ns: int | None = None  # Wait() returned
@@ -98,6 +100,8 @@ class Job:
     past_len: int
     step: int
     timings: JobTimings
+    data: StepData | None = None
+    kv: KvReservation | None = None
     engine: int = EngineSlot.AUTO
     state: JobState = JobState.CREATED
     cancel_requested: bool = False

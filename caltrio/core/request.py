@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from operator import attrgetter
 
-from attrs import define, field
+from attrs import Factory, define, field
 
 from ..errors import RequestError
 from .job import Job
@@ -29,6 +30,8 @@ class RequestState:
         prompt_tokens, output_tokens: what it asks for; tokens.
         kv_tokens: KV that it may need at the most: the last output token is never fed back.
         arrival_ns: when it entered the service.
+        admission_tokens: KV that it reserves when it is admitted; all of it by default.
+        warmup: part of a generation's golden run, not of the traffic.
     """
 
     request_id: int
@@ -36,6 +39,8 @@ class RequestState:
     output_tokens: int
     kv_tokens: int
     arrival_ns: int
+    admission_tokens: int = field(default=Factory(attrgetter("kv_tokens"), takes_self=True))
+    warmup: bool = False
     sequence_id: int = -1
     admission_deadline_ns: int | None = None
     admitted_ns: int | None = None

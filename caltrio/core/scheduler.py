@@ -10,104 +10,200 @@ it back in :meth:`Core._release_permit`, which is the only place, whatever becam
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from ..config import ExecutorConfig
+from ..codes import CCU_EXCEPTION, Action, CalrtCode, Verdict, code_name, verdict
+from ..config import ExecutorConfig, KvPolicy
 from ..errors import (
-    CalrtCode,
     DeadlineExceeded,
-    DeviceFailed,
     InvalidArgument,
     JobCancelled,
+    OutputRejected,
     Phase,
     RequestError,
     ResourceExhausted,
     SequenceUnknown,
     Unavailable,
+    Unsupported,
 )
-from ..events import BufferQuarantined, Event, JobEnded, LifecycleChanged, RequestEnded
+from ..events import (
+    BufferQuarantined,
+    DeviceFault,
+    Event,
+    JobEnded,
+    RequestEnded,
+    StaleCompletion,
+)
 from ..manifest import ModelGeneration, TaskKind
-from .buffers import BufferPool
+from .admission import Admission
+from .buffers import BufferPool, BufferSlot, SlotMemory
+from .checks import check_step
 from .deadlines import Deadlines
+from .health import Health
 from .job import EngineSlot, Job, JobState, JobTimings
-from .kv import KvLedger
-from .lifecycle import LifecycleState, check_lifecycle
+from .kv import KvCoordinator, KvManager, KvTxnState, UnlimitedKv
+from .lifecycle import LifecycleState
 from .request import Outcome, RequestState
 
-# Codes after which the device may still be trusted (§8: transient). Any other one ends the service.
-_TRANSIENT = frozenset({CalrtCode.TIMEOUT, CalrtCode.BUSY})
+if TYPE_CHECKING:
+    from ..capabilities import Capabilities
+    from ..stepdata import StepData
+
+
+def _no_memory(_kind: TaskKind, _engine: int) -> SlotMemory | None:
+    return None
 
 
 class Core:
-    """The state of one executor.
+    """The state of one executor. :meth:`configured` and :meth:`warmed` make it ready.
 
     Args:
         config: the limits.
-        generation: the model; its contracts bound every request.
         engines: engine slots of the device.
         emit: told every fact, at the moment it becomes true.
+        capabilities: what may be used of the device.
     """
+
+    generation: ModelGeneration
+    pool: BufferPool
+    kv: KvCoordinator
+    admission: Admission
 
     def __init__(
         self,
         config: ExecutorConfig,
-        generation: ModelGeneration,
         engines: int,
         emit: Callable[[Event], None],
+        capabilities: Capabilities,
     ) -> None:
         self.config = config
-        self.generation = generation
-        self.lifecycle = LifecycleState.READY
-        self.why = "started"
+        self.health = Health(config, capabilities, emit)
         self._emit = emit
-        # One in flight: the runtime chooses the engine. More: each job is bound to one (§6.4).
-        self._engines = (EngineSlot.AUTO,) if config.max_inflight == 1 else tuple(range(engines))
-        per_engine = -(-config.max_inflight // len(self._engines))
-        self.pool = BufferPool(
-            generation.generation_id,
-            generation.submodels,
-            self._engines,
-            per_engine + 1,  # one more than can be in flight: the one whose output is converted
-            lambda slot, reason: self._emit(BufferQuarantined(slot, reason)),
-        )
-        self.kv = KvLedger(config.kv_capacity_tokens)
-        self._free_sequences = list(range(config.max_active_sequences))
-        self._load = dict.fromkeys(self._engines, 0)
-        self.waiting: deque[RequestState] = deque()  # for admission
+        self._device_engines = engines
+        self._engines: tuple[int, ...] = ()
+        self._load: dict[int, int] = {}
         self.open: dict[int, RequestState] = {}  # not ended, by request id
         self._ready: deque[Job] = deque()  # for the submitter and a permit
         self._staged: Job | None = None  # handed over, infer() not yet called
         self._submitting: Job | None = None  # inside infer()
         self.in_flight: dict[int, Job] = {}  # hold a permit, by job id
-        self._completing = 0
+        self._completing: dict[int, Job] = {}  # Wait() has returned, the output is being converted
         self._deadlines = Deadlines()
         self._next_job_id = 0
+        self._grace_over = False
+        self._resetting = False
+        self._closing = False
+        self.stale_completions = 0
+        self.quarantined_slots = 0  # over all generations
         self.to_wake: list[RequestState | Job] = []  # the shell empties this after each event
+
+    # --- generations ----------------------------------------------------------------------------
+
+    def configured(
+        self,
+        generation: ModelGeneration,
+        now_ns: int,
+        kv_manager: KvManager | None = None,
+        make_memory: Callable[[TaskKind, int], SlotMemory | None] = _no_memory,
+    ) -> None:
+        """The device holds ``generation``: everything that belongs to one is made anew (§9.2)."""
+        limit = self.health.limit
+        # One in flight: the runtime chooses the engine. More: each job is bound to one (§6.4).
+        self._engines = (EngineSlot.AUTO,) if limit == 1 else tuple(range(self._device_engines))
+        self._load = dict.fromkeys(self._engines, 0)
+        self.generation = generation
+        self.pool = BufferPool(
+            generation.generation_id,
+            generation.submodels,
+            self._engines,
+            -(-limit // len(self._engines)) + 1,  # one more: the one whose output is converted
+            make_memory,
+            self._quarantined,
+        )
+        self.kv = KvCoordinator(
+            self.config.kv_capacity_tokens, kv_manager or UnlimitedKv(), generation.generation_id
+        )
+        self.admission = Admission(
+            self.kv,
+            self.config.max_active_sequences,
+            self._admitted,
+            self._grown,
+            self._stuck,
+        )
+        self.health.go(
+            LifecycleState.WARMING, f"generation {generation.generation_id} is loaded", now_ns
+        )
+
+    def warmed(self, now_ns: int) -> None:
+        """The golden run was right, or none was asked for: traffic may come."""
+        if self.health.lifecycle is LifecycleState.WARMING:
+            name = f"generation {self.generation.generation_id}"
+            self.health.go(LifecycleState.READY, f"{name} is ready", now_ns)
+
+    def start_failed(self, why: str, now_ns: int, *, repair: bool = False) -> None:
+        """The generation cannot be loaded, or its golden run was wrong: the end (§9.2)."""
+        if repair:
+            self.health.distrust(verdict(CalrtCode.ILLEGAL_CALBIN))
+        if self.health.lifecycle in (LifecycleState.CONFIGURING, LifecycleState.WARMING):
+            self._fail_all(why, now_ns)
+
+    def _quarantined(self, slot: BufferSlot, reason: str) -> None:
+        self.quarantined_slots += 1
+        self._emit(BufferQuarantined(slot, reason))
+
+    @property
+    def lifecycle(self) -> LifecycleState:
+        """What the executor is doing."""
+        return self.health.lifecycle
+
+    @property
+    def waiting(self) -> deque[RequestState]:
+        """Requests that wait for admission, in order."""
+        return self.admission.waiting
 
     # --- requests -----------------------------------------------------------------------------
 
     def submit_request(
-        self, request_id: int, prompt_tokens: int, output_tokens: int, now_ns: int
+        self,
+        request_id: int,
+        prompt_tokens: int,
+        output_tokens: int,
+        now_ns: int,
+        *,
+        warmup: bool = False,
     ) -> RequestState:
         """A request enters: admitted, waiting, or refused (then its ``error`` says why).
 
-        ``output_tokens`` is the most it may produce; 0 asks for a prefill only.
+        ``output_tokens`` is the most it may produce; 0 asks for a prefill only. ``warmup`` is for
+        the golden run of a new generation, the only one that is let in while it warms.
         Raises ``ValueError`` for a request id that is in use: a defect of the caller's.
         """
         if request_id in self.open:
             raise ValueError(f"request id {request_id} is in use; give each request its own")
         # The last token produced is never fed back, so it takes no position.
         kv_tokens = prompt_tokens + max(output_tokens - 1, 0)
-        request = RequestState(request_id, prompt_tokens, output_tokens, kv_tokens, now_ns)
+        grows = self.config.kv_policy is KvPolicy.GROW
+        request = RequestState(
+            request_id, prompt_tokens, output_tokens, kv_tokens, now_ns,
+            prompt_tokens if grows else kv_tokens, warmup,
+        )  # fmt: skip
         self.open[request_id] = request
         error = self._refusal(request)
         if error is not None:
-            request.error = error
-            self._end_request(request, Outcome.REFUSED, now_ns)
+            self._refuse(request, error, now_ns)
             return request
-        if self.config.admission_timeout_ns is not None:
+        admission = self.admission
+        admission.waiting.append(request)
+        admission.serve(now_ns)
+        if request.outcome is not None or request.admitted:
+            return request
+        if len(admission.waiting) > self.config.max_queue:
+            admission.waiting.remove(request)
+            text = f"found the admission queue full ({len(admission.waiting)} waiting); retry later"
+            self._refuse(request, ResourceExhausted(f"request {request_id} {text}"), now_ns)
+        elif self.config.admission_timeout_ns is not None:
             request.admission_deadline_ns = now_ns + self.config.admission_timeout_ns
             self._deadlines.add(
                 request.admission_deadline_ns,
@@ -115,21 +211,20 @@ class Core:
                 lambda now: self._leave_queue(
                     request,
                     DeadlineExceeded(
-                        f"request {request_id} waited {now - request.arrival_ns} ns for KV; "
+                        f"request {request.request_id} waited {now - request.arrival_ns} ns for KV; "
                         "lower the load or raise admission_timeout"
                     ),
                     Outcome.EXPIRED,
                     now,
                 ),
             )
-        self.waiting.append(request)
-        self._admit(now_ns)
         return request
 
     def _refusal(self, request: RequestState) -> RequestError | None:
         name, limit = f"request {request.request_id}", self.generation.max_seq
-        if self.lifecycle is not LifecycleState.READY:
-            return self._unavailable()
+        serves = LifecycleState.WARMING if request.warmup else LifecycleState.READY
+        if self.health.lifecycle is not serves:
+            return self.health.unavailable()
         if request.prompt_tokens < 1 or request.output_tokens < 0:
             return InvalidArgument(
                 f"{name} has {request.prompt_tokens} prompt and {request.output_tokens} output "
@@ -145,23 +240,29 @@ class Core:
                 f"{name} needs {request.kv_tokens} tokens of KV, above the card's "
                 f"{self.kv.capacity_tokens}; shorten it"
             )
-        if (self.waiting or not self._fits(request)) and len(self.waiting) >= self.config.max_queue:
-            return ResourceExhausted(
-                f"{name} found the admission queue full ({len(self.waiting)} waiting); retry later"
-            )
         return None
 
-    def _fits(self, request: RequestState) -> bool:
-        return bool(self._free_sequences) and self.kv.fits(request.kv_tokens)
+    def _refuse(self, request: RequestState, error: RequestError, now_ns: int) -> None:
+        request.error = error
+        self._end_request(request, Outcome.REFUSED, now_ns)
 
-    def _admit(self, now_ns: int) -> None:
-        """Admit from the head of the queue while it fits; a later one never overtakes."""
-        while self.waiting and self._fits(self.waiting[0]):
-            request = self.waiting.popleft()
-            request.sequence_id = heapq.heappop(self._free_sequences)
-            request.admitted_ns = now_ns
-            self.kv.reserve(request.sequence_id, request.kv_tokens)
-            self.to_wake.append(request)
+    def _admitted(self, request: RequestState, _now_ns: int) -> None:
+        self.to_wake.append(request)
+
+    def _stuck(self, request: RequestState, now_ns: int) -> None:
+        """The head of the queue waits, and no live sequence holds KV that could come free."""
+        if self.kv.quarantined:
+            self._distrust("sequences of unknown KV hold all that is left", None, now_ns)
+        elif self.config.admission_timeout_ns is None:
+            # Nothing would ever end its wait. With a deadline it may wait: the runtime may recover.
+            self._leave_queue(
+                request,
+                ResourceExhausted(
+                    f"request {request.request_id}: the runtime gives no KV although none is in use"
+                ),
+                Outcome.REFUSED,
+                now_ns,
+            )
 
     def cancel_request(self, request: RequestState, now_ns: int) -> None:
         """The caller gives up waiting for admission."""
@@ -176,10 +277,9 @@ class Core:
     def _leave_queue(
         self, request: RequestState, error: RequestError, outcome: Outcome, now_ns: int
     ) -> None:
-        self.waiting.remove(request)
         request.error = error
         self._end_request(request, outcome, now_ns)
-        self._admit(now_ns)  # it may have stood before a smaller one
+        self.admission.leave(request, now_ns)
 
     def token_emitted(self, request: RequestState, now_ns: int) -> None:
         """The client has sampled and emitted one token of ``request``."""
@@ -210,10 +310,8 @@ class Core:
             outcome = Outcome.CANCELLED
         else:
             outcome = Outcome.FAILED
-        self.kv.release(request.sequence_id)
-        heapq.heappush(self._free_sequences, request.sequence_id)
         self._end_request(request, outcome, now_ns)
-        self._admit(now_ns)
+        self.admission.release(request.sequence_id, now_ns)
 
     def _end_request(self, request: RequestState, outcome: Outcome, now_ns: int) -> None:
         request.outcome = outcome
@@ -224,106 +322,137 @@ class Core:
 
     # --- jobs, up to the device -----------------------------------------------------------------
 
-    def submit_step(self, request: RequestState, kind: TaskKind, token_count: int, now_ns: int) -> Job:
+    def submit_step(
+        self,
+        request: RequestState,
+        kind: TaskKind,
+        token_count: int,
+        now_ns: int,
+        data: StepData | None = None,
+    ) -> Job:
         """The next job of an admitted request. Raises a typed error if it may not run (§6.3)."""
-        where = f"request {request.request_id}"
-        sequence_id, generation_id = request.sequence_id, self.generation.generation_id
-        if self.lifecycle is not LifecycleState.READY:
-            raise self._unavailable()
-        if not request.admitted or request.closing or request.outcome is not None:
-            raise InvalidArgument(f"{where} has no open sequence; open one", Phase.PREPARE)
-        if request.job is not None:
-            raise InvalidArgument(
-                f"{where} has job {request.job.job_id} under way; await it first", Phase.PREPARE
-            )
-        held = self.kv.holders[sequence_id]
-        if held.unknown:
-            raise SequenceUnknown(
-                f"{where} lost its KV to a failed job; close it and start anew",
-                Phase.PREPARE, 0, -1, sequence_id, generation_id,
-            )  # fmt: skip
-        past_len = held.committed_tokens
-        if token_count < 1 or (kind is TaskKind.DECODE and past_len == 0):
-            raise InvalidArgument(
-                f"{where}: {kind.value} of {token_count} tokens at past length {past_len}; "
-                "prefill at least one token first",
-                Phase.PREPARE, 0, -1, sequence_id, generation_id,
-            )  # fmt: skip
-        limit = min(self.generation.max_seq, held.reserved_tokens)
-        if past_len + token_count > limit:
-            raise InvalidArgument(
-                f"{where}: past length {past_len} + {token_count} tokens is above the {limit} "
-                "that it reserved; ask for more output tokens at its start",
-                Phase.PREPARE, 0, -1, sequence_id, generation_id,
-            )  # fmt: skip
+        generation = self.generation
+        generation_id, sequence_id = generation.generation_id, request.sequence_id
+        held = self._may_step(request, kind)
         job = Job(
-            self._next_job_id, request, request.request_id, sequence_id, generation_id,
-            kind, token_count, past_len, request.jobs, JobTimings(now_ns),
+            self._next_job_id, request, request.request_id, sequence_id, generation_id, kind,
+            token_count, held, request.jobs, JobTimings(now_ns), data,
+        )  # fmt: skip
+        check_step(
+            generation.submodels[kind], token_count, held,
+            min(generation.max_seq, request.kv_tokens), data,
+            (f"request {request.request_id}", sequence_id, generation_id),
         )  # fmt: skip
         self._next_job_id += 1
         request.jobs += 1
         request.job = job
-        job.to(JobState.ADMITTED)
-        job.timings.admitted_ns = now_ns
+        job.kv = self.kv.begin(sequence_id, token_count)
         if self.config.admission_timeout_ns is not None:
             # The first step inherits what its request has left; a later one enters anew.
             entered = request.arrival_ns if job.step == 0 else now_ns
             job.admission_deadline_ns = entered + self.config.admission_timeout_ns
             self._watch(
                 job, job.admission_deadline_ns, Phase.ADMISSION,
-                lambda: job.state is JobState.ADMITTED,
+                lambda: job.state in (JobState.CREATED, JobState.ADMITTED),
             )  # fmt: skip
+        if self.kv.covers(job.kv):
+            self._grown(job, now_ns)
+        else:
+            self.admission.growing.append(job)
+            self.admission.serve(now_ns)
+        return job
+
+    def _may_step(self, request: RequestState, kind: TaskKind) -> int:
+        """Tokens that the sequence holds, if it may take a step. Raises a typed error if not."""
+        facts = (Phase.PREPARE, 0, -1, request.sequence_id, self.generation.generation_id)
+        where = f"request {request.request_id}"
+        if request.outcome is not None and request.error is not None and request.admitted:
+            raise request.error  # it was ended for its caller, by a reset or for want of KV
+        serves = LifecycleState.WARMING if request.warmup else LifecycleState.READY
+        if self.health.lifecycle is not serves:
+            raise self.health.unavailable()
+        if not request.admitted or request.closing or request.outcome is not None:
+            raise InvalidArgument(f"{where} has no open sequence; open one", Phase.PREPARE)
+        if request.job is not None:
+            raise InvalidArgument(
+                f"{where} has job {request.job.job_id} under way; await it first", *facts
+            )
+        if kind not in self.generation.submodels:
+            raise Unsupported(
+                f"{where}: this model has no graph for {kind.value}; it has "
+                f"{', '.join(self.generation.submodels)}",
+                *facts,
+            )
+        if kind in self.health.disabled:
+            raise Unsupported(f"{where}: {kind.value} is closed: {self.health.disabled[kind]}", *facts)
+        held = self.kv.holders[request.sequence_id]
+        if held.unknown is not None:
+            raise SequenceUnknown(
+                f"{where} lost its KV ({held.unknown}); close it and start anew", *facts
+            )
+        return held.committed_tokens
+
+    def _grown(self, job: Job, now_ns: int) -> None:
+        """The KV of ``job`` is reserved: it queues for its turn."""
+        job.to(JobState.ADMITTED)
+        job.timings.admitted_ns = now_ns
         self._ready.append(job)
         self._stage(now_ns)
-        return job
 
     def _watch(self, job: Job, at_ns: int, phase: str, due: Callable[[], bool]) -> None:
         """Fail ``job`` to its caller at ``at_ns`` if ``due()`` still holds then."""
 
         def act(now_ns: int) -> None:
+            facts = (phase, 0, job.job_id, job.sequence_id, job.generation_id)
+            if job.state is JobState.CREATED:
+                self._starved(job, ResourceExhausted(
+                    f"job {job.job_id} got no KV for {job.token_count} more tokens in time; its "
+                    "sequence is ended, and what it held is free", *facts,
+                ), now_ns)  # fmt: skip
+                return
             error = DeadlineExceeded(
                 f"the {phase} deadline of job {job.job_id} passed; "
                 f"lower the load or raise the {phase} timeout",
-                phase, 0, job.job_id, job.sequence_id, job.generation_id,
-            )  # fmt: skip
+                *facts,
+            )
             self._give_up(job, error, now_ns)
             if phase == Phase.EXECUTE:
-                self._distrust(f"job {job.job_id} passed its execution deadline", now_ns)
+                self._distrust(f"job {job.job_id} passed its execution deadline", None, now_ns)
 
         self._deadlines.add(at_ns, due, act)
 
+    def _starved(self, job: Job, error: RequestError, now_ns: int) -> None:
+        """Growth did not come in time: the sequence gives up what it holds, so that others go on."""
+        job.request.closing = True
+        self._give_up(job, error, now_ns)
+
     def _stage(self, now_ns: int) -> None:
         """Hand the oldest ready job to the submitter, if that is idle and a permit is free."""
+        health = self.health
         if (
             not self._ready
             or self._staged is not None
             or self._submitting is not None
-            or len(self.in_flight) >= self.config.max_inflight
-            or self.lifecycle is not LifecycleState.READY
+            or len(self.in_flight) >= health.limit
+            or health.lifecycle not in (LifecycleState.READY, LifecycleState.WARMING)
         ):
             return
+        if now_ns < health.pause_until_ns:
+            return  # the end of the pause calls again
         job = self._ready[0]
         free = [e for e in self._engines if self.pool.available(job.kind, e)]
         if not free:
             if not any(self.pool.usable(job.kind, e) for e in self._engines):
-                self._distrust(f"every {job.kind.value} buffer is quarantined", now_ns)
+                self._distrust(f"every {job.kind.value} buffer is quarantined", None, now_ns)
             return  # a lease comes back with the delivery of the job that holds it
         self._ready.popleft()
         job.engine = min(free, key=self._load.__getitem__)
         job.lease = self.pool.acquire(job.kind, job.engine)
-        job.to(JobState.PREPARING)
         self._load[job.engine] += 1
         self.in_flight[job.job_id] = job
         job.holds_permit = True
-        job.to(JobState.QUEUED)
-        job.timings.queued_ns = now_ns
+        job.to(JobState.PREPARING)
         self._staged = job
-        if self.config.queue_timeout_ns is not None:
-            job.queue_deadline_ns = now_ns + self.config.queue_timeout_ns
-            self._watch(
-                job, job.queue_deadline_ns, "queue",
-                lambda: job.timings.submitted_ns is None and not job.answered,
-            )  # fmt: skip
 
     def _release_permit(self, job: Job) -> None:
         """The one place where an in-flight permit comes back."""
@@ -336,19 +465,44 @@ class Core:
         """Is a job handed over, for which ``infer()`` is to be called?"""
         return self._staged is not None
 
-    def next_submission(self, now_ns: int) -> Job | None:
-        """The job to call ``infer()`` with now; the device may own its buffers from here on."""
+    def next_submission(self) -> Job | None:
+        """The job to prepare and to call ``infer()`` with now."""
         job, self._staged = self._staged, None
         if job is not None:
-            assert job.lease is not None
-            job.lease.mark_submitted()
-            job.timings.infer_ns = now_ns
             self._submitting = job
         return job
+
+    def prepared(self, job: Job, now_ns: int) -> None:
+        """Inputs, slices and CSRs are set; ``infer()`` is called now, and the device may own it all."""
+        assert job.lease is not None
+        assert job.kv is not None
+        job.to(JobState.QUEUED)
+        job.lease.mark_submitted()
+        job.kv.to(KvTxnState.SUBMITTED)
+        job.timings.queued_ns = job.timings.infer_ns = now_ns
+        if self.config.queue_timeout_ns is not None:
+            job.queue_deadline_ns = now_ns + self.config.queue_timeout_ns
+            self._watch(
+                job, job.queue_deadline_ns, Phase.QUEUE,
+                lambda: job.timings.submitted_ns is None and not job.answered,
+            )  # fmt: skip
+
+    def prepare_failed(self, job: Job, error: RequestError, now_ns: int) -> None:
+        """A check of §6.3 failed: the device never had the job, and everything goes back."""
+        self._submitting = None
+        self._release_permit(job)
+        self._retire(job, JobState.FAILED, error, now_ns)
+        if error.code != CalrtCode.SUCCESS:
+            self._judge(job, error.code, Phase.PREPARE, verdict(error.code), now_ns)
+        self._stage(now_ns)
 
     def submit_returned(self, job: Job, rc: int, now_ns: int) -> None:
         """``infer()`` has returned ``rc`` for ``job``."""
         self._submitting = None
+        if job.final:  # a reset came meanwhile
+            self._stale(job, now_ns)
+            self._stage(now_ns)
+            return
         if rc == CalrtCode.SUCCESS:
             job.timings.submitted_ns = now_ns
             if job.state is JobState.QUEUED:
@@ -365,51 +519,82 @@ class Core:
             self._release_permit(job)
             assert job.lease is not None
             job.lease.mark_returned()
-            self._retire(job, JobState.FAILED, self._device_error(job, rc, Phase.SUBMIT), now_ns)
-            if rc not in _TRANSIENT:
-                self._distrust(f"infer() returned code {rc} for job {job.job_id}", now_ns)
-        self._stage(now_ns)
+            row = verdict(rc)
+            self._retire(job, JobState.FAILED, self._error(job, rc, Phase.SUBMIT, row), now_ns)
+            self._judge(job, rc, Phase.SUBMIT, row, now_ns)
+        self._settle(now_ns)
 
     # --- jobs, back from the device ---------------------------------------------------------------
 
     def wait_returned(self, job: Job, rc: int, now_ns: int, *, exception: bool) -> bool:
-        """``Wait()`` has returned for ``job``; is its output to be converted?
+        """``Wait()`` has returned for ``job``; is its output to be checked and converted?
 
         ``exception``: the buffer's status is ``DONE_CCU_EXCEPTION``; it fails the job whatever
         ``rc`` says (§6.5). The permit comes back here.
         """
+        if job.final:
+            self._stale(job, now_ns)
+            return False
         assert job.lease is not None
+        assert job.kv is not None
         self._release_permit(job)
         job.lease.mark_returned()
         job.timings.waited_ns = now_ns
         convert = False
         if rc != CalrtCode.SUCCESS or exception:
-            self.kv.mark_unknown(job.sequence_id)
-            job.lease.quarantine(f"Wait() failed for job {job.job_id} (code {rc})")
-            error = self._device_error(job, rc, Phase.EXECUTE)
-            self._retire(job, JobState.QUARANTINED, error, now_ns)
-            if exception or rc not in _TRANSIENT:
-                self._distrust(f"Wait() failed for job {job.job_id} (code {rc})", now_ns)
-        elif job.state is JobState.CANCEL_REQUESTED:
-            # The device did the work, so its KV grew; only the result is dropped (§5.1 rule 7).
-            self.kv.commit(job.sequence_id, job.token_count)
+            row = CCU_EXCEPTION if exception else verdict(rc)
+            error = self._error(job, rc, Phase.EXECUTE, row)
+            self._spoil(job, error, now_ns)
+            self._judge(job, rc, Phase.EXECUTE, row, now_ns)
+        elif job.kv.state is KvTxnState.UNKNOWN:  # given up as lost, and come back before the reset
             self._retire(job, JobState.FAILED, None, now_ns)
         else:
-            job.to(JobState.COMPLETING)
-            self._completing += 1
+            if job.state is not JobState.CANCEL_REQUESTED:
+                job.to(JobState.COMPLETING)
+            # A cancelled job is checked as well: its KV grew, if the device did its work (§5.1).
+            self._completing[job.job_id] = job
             convert = True
-        if self.lifecycle is LifecycleState.RECOVERING and not self.in_flight:
-            self._fail_all(now_ns)
-        self._stage(now_ns)
+        self._settle(now_ns)
         return convert
 
     def completed(self, job: Job, now_ns: int) -> None:
         """The output of ``job`` is checked and converted: commit, deliver, give back."""
-        self._completing -= 1
-        self.kv.commit(job.sequence_id, job.token_count)
+        if self._completing.pop(job.job_id, None) is None:
+            return  # a reset came meanwhile, and ended it
+        assert job.kv is not None
+        self.kv.commit(job.kv)
+        self.health.success()
         cancelled = job.state is JobState.CANCEL_REQUESTED
         self._retire(job, JobState.FAILED if cancelled else JobState.SUCCEEDED, None, now_ns)
-        self._stage(now_ns)
+        self._settle(now_ns)
+
+    def output_rejected(self, job: Job, why: str, now_ns: int) -> None:
+        """The output of ``job`` failed its checks (§6.5): nothing of it is trusted or delivered."""
+        if self._completing.pop(job.job_id, None) is None:
+            return
+        error = OutputRejected(
+            f"the output of job {job.job_id} was rejected: {why}",
+            Phase.COMPLETE, 0, job.job_id, job.sequence_id, job.generation_id,
+        )  # fmt: skip
+        self._spoil(job, error, now_ns)
+        self._judge(job, 0, Phase.COMPLETE, CCU_EXCEPTION, now_ns, why=str(error.message))
+        self._settle(now_ns)
+
+    def _stale(self, job: Job, now_ns: int) -> None:
+        """A job of an earlier generation came back: it was answered long ago (FI14)."""
+        self.stale_completions += 1
+        self._emit(StaleCompletion(now_ns, job))
+
+    def _spoil(self, job: Job, error: RequestError, now_ns: int) -> None:
+        """A failure after submit: KV unknown, buffers out of use (§6.5, §7)."""
+        assert job.lease is not None
+        self._mark_unknown(job, error.message)
+        job.lease.quarantine(error.message)
+        self._retire(job, JobState.QUARANTINED, error, now_ns)
+
+    def _mark_unknown(self, job: Job, why: str) -> None:
+        if job.kv is not None and job.kv.state is KvTxnState.SUBMITTED:
+            self.kv.mark_unknown(job.kv, why)
 
     def _retire(self, job: Job, state: JobState, error: RequestError | None, now_ns: int) -> None:
         """End ``job``: its lease back, its caller answered, its request ended if that was due."""
@@ -419,6 +604,8 @@ class Core:
         job.to(state)
         if job.lease is not None and job.lease.alive:
             job.lease.release()
+        if job.kv is not None and job.kv.state in (KvTxnState.RESERVED, KvTxnState.SUBMITTED):
+            job.kv.to(KvTxnState.ROLLED_BACK)
         job.timings.ended_ns = now_ns
         job.request.job = None
         self._answer(job, now_ns)
@@ -471,7 +658,10 @@ class Core:
             self._release_permit(job)
         elif job.state is JobState.ADMITTED:
             self._ready.remove(job)
+        elif job.state is JobState.CREATED:
+            self.admission.growing.remove(job)
         self._retire(job, JobState.FAILED, error, now_ns)
+        self.admission.serve(now_ns)  # it may have stood before one that fits
         self._stage(now_ns)
 
     def next_deadline_ns(self) -> int | None:
@@ -483,79 +673,188 @@ class Core:
         for act in self._deadlines.pop_due(now_ns):
             act(now_ns)
 
-    # --- lifecycle --------------------------------------------------------------------------------
+    # --- what a failure leads to -------------------------------------------------------------------
 
-    def _go(self, state: LifecycleState, why: str, now_ns: int) -> None:
-        check_lifecycle(self.lifecycle, state)
-        old, self.lifecycle, self.why = self.lifecycle, state, why
-        self._emit(LifecycleChanged(now_ns, old, state, why))
-
-    def _unavailable(self) -> Unavailable:
-        return Unavailable(f"the executor is {self.lifecycle.value} ({self.why}); retry later")
+    def _judge(
+        self, job: Job, rc: int, phase: str, row: Verdict, now_ns: int, *, why: str | None = None
+    ) -> None:
+        """Carry out the row of §8 for the service; the job itself has been failed already."""
+        self._emit(DeviceFault(now_ns, job, phase, rc, row))
+        call = {Phase.PREPARE: "preparation", Phase.SUBMIT: "infer()"}.get(phase, "Wait()")
+        if why is None:
+            what = f"code {code_name(rc)}" if rc else "DONE_CCU_EXCEPTION"
+            why = f"{call} of job {job.job_id} ended with {what}"
+        if phase in (Phase.EXECUTE, Phase.COMPLETE):
+            self.health.fall_back(why, now_ns)
+        if row.action is Action.BACK_OFF:
+            if self.health.strike(now_ns):
+                self._distrust(f"{why}, the last of too many without a success", row, now_ns)
+            else:
+                at_ns = self.health.pause_until_ns
+                self._deadlines.add(at_ns, lambda: True, self._stage)
+        elif row.action is Action.CLOSE_FEATURE:
+            if self.health.limit > 1:  # binding jobs to engines is the feature that may be missing
+                self.health.fall_back(why, now_ns)
+            else:
+                self.health.disabled[job.kind] = why
+        elif row.action is not Action.RECORD:
+            self._distrust(why, row, now_ns)
 
     @staticmethod
-    def _device_error(job: Job, rc: int, phase: str) -> RequestError:
+    def _error(job: Job, rc: int, phase: str, row: Verdict) -> RequestError:
         facts = (phase, rc, job.job_id, job.sequence_id, job.generation_id)
         call = "infer()" if phase == Phase.SUBMIT else "Wait()"
-        if rc == CalrtCode.TIMEOUT:
-            return DeadlineExceeded(f"{call} reported a timeout", *facts)
-        if rc in (CalrtCode.BUSY, CalrtCode.UNAVAILABLE):
-            return Unavailable(f"{call} found the device busy or unavailable; retry later", *facts)
         if rc == CalrtCode.SUCCESS:
-            return DeviceFailed("the job ended with DONE_CCU_EXCEPTION", *facts)
-        return DeviceFailed(f"{call} failed", *facts)
+            return row.error("the job ended with DONE_CCU_EXCEPTION", *facts)
+        return row.error(f"{call} returned {code_name(rc)}", *facts)
 
     def _drop_queued(self, make: Callable[[], RequestError], now_ns: int) -> None:
         """Answer everything that has not reached the device."""
-        for request in list(self.waiting):
-            error = make()
-            cancelled = isinstance(error, JobCancelled)
-            outcome = Outcome.CANCELLED if cancelled else Outcome.REFUSED
-            self.waiting.remove(request)
-            request.error = error
-            self._end_request(request, outcome, now_ns)
-        queued = [*([self._staged] if self._staged else []), *self._ready]
-        for job in queued:
+        admission = self.admission
+        waiting, growing = list(admission.waiting), list(admission.growing)
+        admission.waiting.clear()
+        admission.growing.clear()
+        for request in waiting:
+            request.error = make()
+            cancelled = isinstance(request.error, JobCancelled)
+            self._end_request(request, Outcome.CANCELLED if cancelled else Outcome.REFUSED, now_ns)
+        for job in growing:
+            self._retire(job, JobState.FAILED, make(), now_ns)
+        for job in [*([self._staged] if self._staged else []), *self._ready]:
             self._give_up(job, make(), now_ns)
 
-    def _distrust(self, why: str, now_ns: int) -> None:
+    def _distrust(self, why: str, row: Verdict | None, now_ns: int) -> None:
         """The device may be in any state: take no work, and let it return what it has (§9.1)."""
-        if self.lifecycle not in (LifecycleState.READY, LifecycleState.DRAINING):
+        health = self.health
+        health.distrust(row)
+        health.fall_back(why, now_ns)
+        if health.lifecycle in (LifecycleState.CONFIGURING, LifecycleState.WARMING):
+            self._fail_all(f"{why} before the generation was ready", now_ns)
             return
-        if self.lifecycle is LifecycleState.READY:
-            self._go(LifecycleState.DRAINING, why, now_ns)
-        self._go(LifecycleState.RECOVERING, why, now_ns)
-        self._drop_queued(self._unavailable, now_ns)
-        if not self.in_flight:
-            self._fail_all(now_ns)
+        if health.lifecycle not in (LifecycleState.READY, LifecycleState.DRAINING):
             return
+        if health.ready:
+            health.go(LifecycleState.DRAINING, why, now_ns)
+        health.go(LifecycleState.RECOVERING, why, now_ns)
+        self._grace_over = False
+        self._drop_queued(health.unavailable, now_ns)
         self._deadlines.add(
             now_ns + self.config.grace_ns,
-            lambda: self.lifecycle is LifecycleState.RECOVERING,
-            self._fail_all,
+            lambda: health.lifecycle is LifecycleState.RECOVERING and not self._resetting,
+            self._end_grace,
+        )
+        self._settle(now_ns)
+
+    def _end_grace(self, now_ns: int) -> None:
+        """What the device has not returned by now is lost; its memory stays owned until a reset."""
+        self._grace_over = True
+        for job in list(self.in_flight.values()):
+            self._lose(job, now_ns)
+        self._settle(now_ns)
+
+    def _lose(self, job: Job, now_ns: int) -> None:
+        self._mark_unknown(job, "the device did not return its job")
+        self._give_up(job, self._lost(job), now_ns)
+
+    def _lost(self, job: Job) -> Unavailable:
+        return Unavailable(
+            f"job {job.job_id} was lost: the executor is {self.health.lifecycle.value} "
+            f"({self.health.why})",
+            Phase.EXECUTE, 0, job.job_id, job.sequence_id, job.generation_id,
+            self.config.retry_after_ns,
+        )  # fmt: skip
+
+    def _settle(self, now_ns: int) -> None:
+        """After whatever may have been the last thing to wait for."""
+        if self.health.lifecycle is LifecycleState.RECOVERING:
+            over = self._grace_over or self.drained
+            if over and not (self.health.can_reset and not self._closing):
+                self._fail_all(self.health.why, now_ns)
+        else:
+            self._stage(now_ns)
+
+    @property
+    def reset_due(self) -> bool:
+        """Is a reset to be done now?"""
+        return (
+            self.health.lifecycle is LifecycleState.RECOVERING
+            and not self._resetting
+            and (self._grace_over or self.drained)
         )
 
-    def _fail_all(self, now_ns: int) -> None:
-        """No reset is confirmed, so there is no way back: ``FAILED``, and everybody is told.
+    def reset_started(self) -> None:
+        """The shell has called the device's reset."""
+        self._resetting = True
+
+    def reset_returned(self, rc: int | None, now_ns: int) -> bool:
+        """The reset has ended with ``rc``, or not at all in time; may a new generation be built?
+
+        After a confirmed reset the device uses no memory of ours any more: what it still had ends
+        here, and every buffer of the generation leaves service (§5.1 rule 8).
+        """
+        self._resetting = False
+        if self.health.lifecycle is not LifecycleState.RECOVERING:
+            return False
+        if rc != CalrtCode.SUCCESS:
+            what = "did not return in time" if rc is None else f"returned {code_name(rc)}"
+            self._fail_all(f"{self.health.why}; the reset {what}", now_ns)
+            return False
+        self._abandon("the generation was reset", now_ns)
+        self.pool.retire()
+        self.health.go(LifecycleState.CONFIGURING, self.health.why, now_ns)
+        return True
+
+    def _abandon(self, why: str, now_ns: int) -> None:
+        """End every job that the device or the completer has, and every open request."""
+        for job in list(self.in_flight.values()):
+            self._lose(job, now_ns)
+            if not job.final:  # a staged one has ended already
+                self._release_permit(job)
+                self._quarantine(job, why, now_ns)
+        for job in list(self._completing.values()):
+            self._mark_unknown(job, why)
+            self._quarantine(job, why, now_ns)
+        self._completing.clear()
+        for request in list(self.open.values()):
+            if not request.admitted:
+                self._leave_queue(request, self.health.unavailable(), Outcome.REFUSED, now_ns)
+                continue
+            error: RequestError = SequenceUnknown(
+                f"request {request.request_id} lost its KV: {why}",
+                Phase.EXECUTE, 0, -1, request.sequence_id, self.generation.generation_id,
+            )  # fmt: skip
+            if self._closing:
+                error = JobCancelled(f"request {request.request_id} was open at shutdown")
+            self.close_request(request, error, now_ns)
+
+    def _quarantine(self, job: Job, why: str, now_ns: int) -> None:
+        assert job.lease is not None
+        job.lease.quarantine(why)
+        self._retire(job, JobState.QUARANTINED, job.error or self._lost(job), now_ns)
+
+    def _fail_all(self, why: str, now_ns: int) -> None:
+        """There is no way back: ``FAILED``, and everybody is told.
 
         What the device has not returned stays owned: its memory is not given back.
         """
-        self._go(LifecycleState.FAILED, self.why, now_ns)
+        self.health.go(LifecycleState.FAILED, why, now_ns)
+        if hasattr(self, "admission"):
+            self._drop_queued(self.health.unavailable, now_ns)
         for job in list(self.in_flight.values()):
             self._lose(job, now_ns)
 
-    def _lose(self, job: Job, now_ns: int) -> None:
-        self.kv.mark_unknown(job.sequence_id)
-        self._give_up(job, self._unavailable(), now_ns)
+    # --- shutdown -----------------------------------------------------------------------------------
 
     def begin_shutdown(self, now_ns: int) -> None:
         """FI13: what is queued is cancelled, what is submitted drains."""
-        if self.lifecycle is not LifecycleState.READY:
-            return
-        self._go(LifecycleState.DRAINING, "shutdown", now_ns)
-        self._drop_queued(
-            lambda: JobCancelled("the executor is shutting down", Phase.ADMISSION), now_ns
-        )
+        self._closing = True
+        if self.health.ready:
+            self.health.go(LifecycleState.DRAINING, "shutdown", now_ns)
+            self._drop_queued(
+                lambda: JobCancelled("the executor is shutting down", Phase.ADMISSION), now_ns
+            )
+        else:
+            self._settle(now_ns)
 
     @property
     def drained(self) -> bool:
@@ -565,16 +864,9 @@ class Core:
     def finish_shutdown(self, now_ns: int) -> None:
         """The end: what the device still holds is quarantined, and every open request is ended."""
         in_order = self.drained
-        for job in list(self.in_flight.values()):
-            self._lose(job, now_ns)
-            if not job.final:  # a staged one has ended already
-                assert job.lease is not None
-                self._release_permit(job)
-                job.lease.quarantine("the device had not returned it at shutdown")
-                self._retire(job, JobState.QUARANTINED, job.error, now_ns)
-        for request in list(self.open.values()):
-            error = JobCancelled(f"request {request.request_id} was open at shutdown")
-            self.close_request(request, error, now_ns)
-        if self.lifecycle is LifecycleState.DRAINING:
-            ended = LifecycleState.CLOSED if in_order else LifecycleState.FAILED
-            self._go(ended, self.why, now_ns)
+        self._abandon("the device had not returned it at shutdown", now_ns)
+        state = self.health.lifecycle
+        if state is LifecycleState.DRAINING and in_order:
+            self.health.go(LifecycleState.CLOSED, self.health.why, now_ns)
+        elif state not in (LifecycleState.FAILED, LifecycleState.CLOSED):
+            self.health.go(LifecycleState.FAILED, f"shut down while {state.value}", now_ns)

@@ -214,8 +214,10 @@ class Recorder:
     def __call__(self, event: Event) -> None:
         """Take in one fact."""
         if isinstance(event, JobEnded):
+            if event.job.request.warmup:
+                return  # the golden run of a generation is not of the traffic
             self._jobs.add(self._shift(JOB_SCHEMA, _job_row(event.job)))
-        elif isinstance(event, RequestEnded):
+        elif isinstance(event, RequestEnded) and not event.request.warmup:
             self._requests.add(self._shift(REQUEST_SCHEMA, _request_row(event.request)))
             if self._on_request is not None:
                 self._on_request()

@@ -7,7 +7,7 @@ import trio.testing
 from support import profile
 
 from caltrio.errors import Unavailable
-from caltrio.manifest import qwen3_generation
+from caltrio.manifest import load_manifest
 from caltrio.semantics import PRESETS
 from caltrio.testing import ContractBroken, FakeDevice, check_device
 from caltrio.timing import Costs
@@ -26,7 +26,7 @@ def test_sim(preset):
 
         await check_device(opened)
 
-    run_virtual(main, Costs(TIMING, qwen3_generation(), 0))
+    run_virtual(main, Costs(TIMING, load_manifest(), 0))
 
 
 @pytest.fixture

@@ -19,7 +19,9 @@ def lost():
 @pytest.fixture
 def pool(lost):
     kinds = [DECODE, TaskKind.PREFILL_IDS]
-    return BufferPool(1, kinds, [0, 1], 2, lambda slot, why: lost.append((slot, why)))
+    return BufferPool(
+        1, kinds, [0, 1], 2, lambda kind, engine: None, lambda slot, why: lost.append((slot, why))
+    )
 
 
 def conserved(pool):

@@ -1,4 +1,11 @@
-"""Random lives of a Core: the invariants of §5.1 and the conservation laws after every step."""
+"""Random lives of a Core: the invariants of §5.1 and the conservation laws after every step.
+
+Rule 1 of §5.1 (nobody but the executor uses the device) has no meaning here: this test is the device.
+``make fuzz`` runs many more examples than ``make test``.
+"""
+
+import os
+from collections import Counter
 
 import pytest
 from hypothesis import Phase, settings
@@ -12,15 +19,53 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from caltrio.config import ExecutorConfig
+from caltrio.capabilities import Capabilities
+from caltrio.config import ExecutorConfig, KvPolicy
 from caltrio.core.job import JobState
+from caltrio.core.kv import KvTxnState
 from caltrio.core.lifecycle import LifecycleState
+from caltrio.core.request import Outcome
 from caltrio.core.scheduler import Core
-from caltrio.errors import RequestError
-from caltrio.events import JobEnded, RequestEnded
-from caltrio.manifest import TaskKind, qwen3_generation
+from caltrio.errors import CsrRejected, RequestError
+from caltrio.events import JobEnded, LifecycleChanged, RequestEnded
+from caltrio.manifest import TaskKind, bind, device_models, load_manifest
+from caltrio.semantics import ResetScope
 
 ON_DEVICE = (JobState.SUBMITTED, JobState.CANCEL_REQUESTED)
+EXAMPLES = int(os.environ.get("CALTRIO_FUZZ_EXAMPLES", "300"))
+MANIFEST = load_manifest()
+MODELS = device_models(MANIFEST, 16)
+
+
+counts = Counter()  # how often the machine came to the rare places
+
+
+class Memory:
+    """Stands for host storage; ``sliced`` is what a driver forgot to undo."""
+
+    sliced = False
+
+
+class Kv:
+    """A runtime's KV manager that refuses at the test's whim."""
+
+    refuses = False
+    applied_without_asking = 0
+
+    def __init__(self):
+        self.asked = False
+
+    def can_allocate(self, sequences):
+        self.asked = True
+        return not self.refuses
+
+    def apply(self, sequence_id, target_tokens):
+        self.applied_without_asking += not self.asked
+        self.asked = False
+        return True
+
+    def release(self, sequence_id):
+        pass
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -30,8 +75,12 @@ class CoreMachine(RuleBasedStateMachine):
         sequences=st.integers(1, 4),
         queue=st.integers(0, 3),
         timeouts=st.booleans(),
+        policy=st.sampled_from(KvPolicy),
+        scope=st.sampled_from([ResetScope.DEVICE, ResetScope.DEVICE, ResetScope.NONE]),
+        parallel=st.booleans(),
+        begun=st.integers(0, 2),
     )
-    def start(self, max_inflight, engines, sequences, queue, timeouts):
+    def start(self, max_inflight, engines, sequences, queue, timeouts, policy, scope, parallel, begun):
         self.now = 0
         self.events = []
         timeout = 50 if timeouts else None
@@ -45,16 +94,38 @@ class CoreMachine(RuleBasedStateMachine):
                 queue_timeout_ns=timeout,
                 execution_timeout_ns=timeout,
                 grace_ns=30,
+                kv_policy=policy if timeouts else KvPolicy.FULL,
+                backoff_ns=3,
+                backoff_threshold=3,
             ),
-            qwen3_generation(),
             engines,
             self.events.append,
+            Capabilities(max_inflight=4096 if parallel else 1, reset_scope=scope),
         )
+        self.allowed = max_inflight if parallel else 1
         self.requests = []
         self.submitting = None
-        self.submitted = []  # in order, not yet waited for
+        self.submitted = []  # on the device, in order, not yet waited for
         self.completing = None
+        self.resetting = False
         self.next_id = 0
+        self.committed = {}  # by request id: what completed jobs added
+        self.memory_of = {}  # by job id: where its memory is
+        self.old_pools = []
+        self.load(1)
+        self.core.warmed(self.now)
+        for _ in range(begun):  # some work is on its way: rare places are nearer from there
+            self.request(3, 4)
+            if self.requests[-1].admitted:
+                self.core.submit_step(self.requests[-1], TaskKind.PREFILL_IDS, 3, self.now)
+            self.infer(csr_fails=False, code=0)
+            if self.submitting is not None:
+                self.infer_returns(0)
+
+    def load(self, generation_id):
+        self.kv_manager = Kv()
+        generation = bind(MANIFEST, MODELS, generation_id)
+        self.core.configured(generation, self.now, self.kv_manager, lambda kind, engine: Memory())
 
     def jobs(self):
         return [request.job for request in self.requests if request.job is not None]
@@ -62,6 +133,10 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(step=st.integers(0, 20))
     def time_passes(self, step):
         self.now += step
+
+    @rule(refuses=st.booleans())
+    def runtime_has_kv(self, refuses):
+        self.kv_manager.refuses = refuses
 
     @rule(prompt=st.integers(0, 25), output=st.integers(0, 25))
     def request(self, prompt, output):
@@ -83,12 +158,23 @@ class CoreMachine(RuleBasedStateMachine):
             assert self.core._next_job_id == before
 
     @precondition(lambda self: self.submitting is None)
-    @rule()
-    def infer(self):
-        self.submitting = self.core.next_submission(self.now)
+    @rule(csr_fails=st.sampled_from([False] * 5 + [True]), code=st.sampled_from([0, 14, 24]))
+    def infer(self, csr_fails, code):
+        job = self.core.next_submission()
+        if job is None:
+            return
+        assert not self.core.has_submission  # rule 2: one infer() at a time
+        if csr_fails:
+            error = CsrRejected("no such CSR", "prepare", code, job.job_id)
+            self.core.prepare_failed(job, error, self.now)
+            assert job.final
+            return
+        self.memory_of[job.job_id] = job.lease.slot.memory
+        self.core.prepared(job, self.now)
+        self.submitting = job
 
     @precondition(lambda self: self.submitting is not None)
-    @rule(code=st.sampled_from([0, 0, 0, 0, 17, 18]))
+    @rule(code=st.sampled_from([0, 0, 0, 0, 0, 17, 17, 18, 27, 14, 99]))
     def infer_returns(self, code):
         job, self.submitting = self.submitting, None
         if code == 0:
@@ -96,18 +182,46 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.submit_returned(job, code, self.now)
 
     @precondition(lambda self: self.submitted and self.completing is None)
-    @rule(data=st.data(), code=st.sampled_from([0, 0, 0, 0, 0, 13, 28]), exception=st.booleans())
-    def wait_returns(self, data, code, exception):
+    @rule(
+        data=st.data(),
+        code=st.sampled_from([0, 0, 0, 0, 0, 0, 13, 28, 8]),
+        exception=st.booleans(),
+        sliced=st.sampled_from([False, False, False, True]),
+    )
+    def wait_returns(self, data, code, exception, sliced):
         job = self.submitted.pop(data.draw(st.integers(0, len(self.submitted) - 1)))
+        stale = job.final
         exception = exception and code == 0 and data.draw(st.booleans())
+        before, free = self.core.stale_completions, self.core.pool.free
+        if not stale:
+            job.lease.slot.memory.sliced = sliced
         if self.core.wait_returned(job, code, self.now, exception=exception):
             self.completing = job
+        assert (self.core.stale_completions == before + 1) == stale
+        if stale:
+            assert self.core.pool.free == free  # nothing new was touched
+
+    @precondition(lambda self: any(job.final for job in self.submitted))
+    @rule()
+    def a_job_of_an_old_generation_returns(self):
+        job = next(job for job in self.submitted if job.final)
+        self.submitted.remove(job)
+        before, free = self.core.stale_completions, self.core.pool.free
+        assert not self.core.wait_returned(job, 0, self.now, exception=False)
+        assert self.core.stale_completions == before + 1
+        assert self.core.pool.free == free
 
     @precondition(lambda self: self.completing is not None)
-    @rule()
-    def completes(self):
+    @rule(rejected=st.sampled_from([False] * 6 + [True]))
+    def completes(self, rejected):
         job, self.completing = self.completing, None
+        if rejected:
+            self.core.output_rejected(job, "NaN", self.now)
+            assert job.kv.state is not KvTxnState.COMMITTED
+            return
         self.core.completed(job, self.now)
+        if job.kv.state is KvTxnState.COMMITTED:
+            self.committed[job.request_id] = job.kv.target_len
 
     @precondition(lambda self: self.jobs())
     @rule(data=st.data())
@@ -134,6 +248,51 @@ class CoreMachine(RuleBasedStateMachine):
         due = self.core.next_deadline_ns()
         assert due is None or due > self.now
 
+    @precondition(lambda self: self.core.in_flight and self.core.config.execution_timeout_ns)
+    @rule()
+    def device_hangs(self):
+        self.now += 51
+        self.core.expire(self.now)
+
+    @precondition(lambda self: self.core.lifecycle is LifecycleState.RECOVERING)
+    @rule()
+    def grace_ends(self):
+        self.now += 31
+        self.core.expire(self.now)
+        if not self.resetting:
+            assert self.core.reset_due or self.core.lifecycle is LifecycleState.FAILED
+
+    @precondition(lambda self: self.core.reset_due and self.core.health.can_reset)
+    @rule()
+    def reset_begins(self):
+        self.core.reset_started()
+        self.resetting = True
+
+    @precondition(lambda self: self.resetting or (self.core.reset_due and self.core.health.can_reset))
+    @rule(code=st.sampled_from([0, 0, 0, 25, None]), warm=st.sampled_from([True, True, True, False]))
+    def reset_ends(self, code, warm):
+        if not self.resetting:
+            self.core.reset_started()
+        self.resetting = False
+        pool, generation_id = self.core.pool, self.core.generation.generation_id
+        rebuild = self.core.reset_returned(code, self.now)
+        if code != 0:
+            assert not rebuild
+        if not rebuild:
+            return
+        assert pool.free == pool.leased == 0  # rule 8
+        assert len(pool.quarantined) == pool.total
+        assert not self.core.in_flight
+        assert not self.core.open  # whoever held KV of that generation was told
+        self.old_pools.append(pool)
+        self.load(generation_id + 1)
+        if warm:
+            self.core.warmed(self.now)
+            assert self.core.health.ready
+        else:
+            self.core.start_failed("wrong tokens", self.now)
+            assert self.core.lifecycle is LifecycleState.FAILED
+
     @precondition(lambda self: self.next_id > 8)
     @rule()
     def shut_down(self):
@@ -144,70 +303,113 @@ class CoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         core = self.core
-        pool = core.pool
+        pool, kv = core.pool, core.kv
         assert pool.leased + pool.free + len(pool.quarantined) == pool.total
-        assert core.kv.reserved_tokens == sum(held.reserved_tokens for held in core.kv.holders.values())
-        assert 0 <= core.kv.reserved_tokens <= core.kv.capacity_tokens
-        assert len(core.in_flight) <= core.config.max_inflight
+        for old in self.old_pools:
+            assert old.free == old.leased == 0
+        held_tokens = [
+            held.reserved_tokens for held in (*kv.holders.values(), *kv.quarantined.values())
+        ]
+        assert kv.reserved_tokens == sum(held_tokens)
+        assert 0 <= kv.reserved_tokens <= kv.capacity_tokens
+        assert not kv.holders.keys() & kv.quarantined.keys()
+        assert self.kv_manager.applied_without_asking == 0
+        assert len(core.in_flight) <= self.allowed
+        if core.health.limit_reason is not None and "fell back" in core.health.limit_reason:
+            assert core.health.limit == 1
         assert sum(core._load.values()) == len(core.in_flight)
         live = [job for job in self.jobs() if job.lease is not None and job.lease.alive]
         assert len(live) == pool.leased
-        assert len({id(job.lease.slot) for job in live}) == len(live)  # §5.1 rule 3
+        assert len({id(job.lease.slot) for job in live}) == len(live)  # rule 3
         for job in live:
-            assert job.lease.slot.generation_id == core.generation.generation_id  # rule 5
+            memory = self.memory_of.get(job.job_id)
+            assert memory is None or job.lease.slot.memory is memory  # rule 4
+            assert job.lease.slot.generation_id == job.generation_id  # rule 5
+            assert job.generation_id == core.generation.generation_id
+            assert job.kv.generation_id == job.generation_id
         for job in self.submitted:  # rule 7: what is on the device keeps its buffers
-            assert job.state in ON_DEVICE
-            assert job.lease.alive
-            assert job.job_id in core.in_flight
-        for held in core.kv.holders.values():  # rule 6: never more committed than reserved
-            assert held.committed_tokens <= held.reserved_tokens
+            if not job.final:
+                assert job.state in ON_DEVICE
+                assert job.lease.alive
+                assert job.job_id in core.in_flight
+                assert job.kv.state in (KvTxnState.SUBMITTED, KvTxnState.UNKNOWN)
+        for request in core.open.values():  # rule 6: committed is what completed, and nothing else
+            if request.admitted:
+                held = kv.holders[request.sequence_id]
+                assert held.committed_tokens == self.committed.get(request.request_id, 0)
+                assert held.committed_tokens <= held.reserved_tokens <= request.kv_tokens
         assert len(core.waiting) <= core.config.max_queue
         sequences = [r.sequence_id for r in core.open.values() if r.admitted]
-        assert sorted(sequences) == sorted(core.kv.holders)
-        assert len(set(sequences)) == len(sequences)
+        assert sorted(sequences) == sorted(kv.holders)
+        assert not set(sequences) & set(kv.quarantined)
         if core.lifecycle is LifecycleState.FAILED:
             assert all(job.answered for job in core.in_flight.values())
             assert not core.waiting
+            assert core.health.why
         ended = [event.request.request_id for event in self.events if isinstance(event, RequestEnded)]
         assert len(set(ended)) == len(ended)
         assert set(ended) | set(core.open) == set(range(self.next_id))
         done = [event.job.job_id for event in self.events if isinstance(event, JobEnded)]
         assert len(set(done)) == len(done)
+        for event in self.events:
+            if isinstance(event, JobEnded):
+                state = event.job.kv.state
+                assert state not in (KvTxnState.RESERVED, KvTxnState.SUBMITTED)
+                if event.job.state is JobState.QUARANTINED:
+                    assert state is KvTxnState.UNKNOWN
+                if event.job.error is not None:  # a request whose job failed did not complete
+                    assert event.job.request.outcome is not Outcome.COMPLETED
 
     def teardown(self):
         if not hasattr(self, "core"):
             return
-        self.core.begin_shutdown(self.now)
+        core = self.core
+        core.begin_shutdown(self.now)
         if self.submitting is not None:
-            self.core.submit_returned(self.submitting, 0, self.now)
+            core.submit_returned(self.submitting, 0, self.now)
             self.submitted.append(self.submitting)
         if self.completing is not None:
-            self.core.completed(self.completing, self.now)
+            core.completed(self.completing, self.now)
+        counts.update(resets=len(self.old_pools), stale=core.stale_completions, runs=1)
         for job in self.submitted:
-            if self.core.wait_returned(job, 0, self.now, exception=False):
-                self.core.completed(job, self.now)
-        assert self.core.drained
-        self.core.finish_shutdown(self.now)
-        assert not self.core.open
-        assert self.core.pool.leased == 0
-        assert self.core.kv.reserved_tokens == 0
-        assert self.core.lifecycle in (LifecycleState.CLOSED, LifecycleState.FAILED)
+            if core.wait_returned(job, 0, self.now, exception=False):
+                core.completed(job, self.now)
+        assert core.drained
+        core.finish_shutdown(self.now)
+        assert not core.open
+        assert core.pool.leased == 0
+        assert not core.kv.holders
+        assert core.lifecycle in (LifecycleState.CLOSED, LifecycleState.FAILED)
+        states = [event.new for event in self.events if isinstance(event, LifecycleChanged)]
+        assert states[:2] == [LifecycleState.WARMING, LifecycleState.READY]
 
 
-CoreMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
+CoreMachine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=50, deadline=None)
 TestCore = CoreMachine.TestCase
 
 
-def test_the_machine_sees_a_leaked_permit(monkeypatch):
-    def leak(self, job):
-        job.holds_permit = False
+def test_the_machine_came_to_the_rare_places():
+    assert counts["resets"] > counts["runs"] / 50
+    assert counts["stale"] > 0
 
-    monkeypatch.setattr(Core, "_release_permit", leak)
-    with pytest.raises((AssertionError, KeyError)):
+
+@pytest.mark.parametrize(
+    ("method", "broken"),
+    [
+        ("_release_permit", lambda self, job: setattr(job, "holds_permit", False)),
+        ("_mark_unknown", lambda self, job, why: None),
+        ("_stale", lambda self, job, now: None),
+        ("_note", staticmethod(lambda request, error: None)),
+    ],
+)
+def test_the_machine_sees_a_broken_core(monkeypatch, method, broken):
+    monkeypatch.setattr(Core, method, broken)
+    with pytest.raises((AssertionError, KeyError, ExceptionGroup, ValueError)):
         run_state_machine_as_test(
             CoreMachine,
             settings=settings(
-                max_examples=200,
+                max_examples=600,
+                stateful_step_count=50,
                 deadline=None,
                 database=None,
                 phases=[Phase.generate],  # any example will do: no need to shrink it

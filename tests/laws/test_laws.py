@@ -191,7 +191,7 @@ def test_a_permit_given_back_too_early_is_caught(monkeypatch):
 
 
 def test_kv_that_is_never_refused_is_caught(monkeypatch):
-    monkeypatch.setattr(kv_module.KvLedger, "fits", lambda self, tokens: True)
+    monkeypatch.setattr(kv_module.KvCoordinator, "fits", lambda self, tokens: True)
     with pytest.raises(AssertionError):
         broken(kv=20)
 
@@ -230,7 +230,7 @@ def test_a_lost_request_is_caught():
 def test_a_wrong_arrival_stamp_breaks_littles_law(monkeypatch):
     original = scheduler.Core.submit_request
 
-    def late(self, request_id, prompt, output, now_ns):
+    def late(self, request_id, prompt, output, now_ns, *, warmup):
         request = original(self, request_id, prompt, output, now_ns)
         request.arrival_ns += MS
         return request

@@ -2,12 +2,12 @@ import pytest
 import trio
 from support import profile
 
-from caltrio.manifest import qwen3_generation
+from caltrio.manifest import load_manifest
 from caltrio.timer import Rank
 from caltrio.timing import Costs
 from sim.clock import VirtualDeadlock, run_virtual
 
-COSTS = Costs(profile(), qwen3_generation(), 0)
+COSTS = Costs(profile(), load_manifest(), 0)
 
 
 def test_trio_sleeps_in_virtual_time():

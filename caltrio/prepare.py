@@ -1,0 +1,160 @@
+"""Between a job and the device's memory: checks 5 to 8 of §6.3 before, those of §6.5 after.
+
+A failed check raises its own typed error, makes no further call of the device, and undoes what it
+had set, the last first.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .codes import CalrtCode, code_name
+from .core.job import Job
+from .device import Device, DeviceBuffers
+from .errors import (
+    CsrRejected,
+    MapRejected,
+    Phase,
+    RequestError,
+    SliceOutOfRange,
+    TensorMismatch,
+)
+from .manifest import DeviceTensor, SubmodelContract, TensorContract, tensor_differences
+
+_DTYPES: dict[str, Any] = {"s32": np.int32, "f32": np.float32}
+
+
+class HostMemory:
+    """The host storage of one buffer slot, with the device's buffers on it (§4.2).
+
+    The arrays are made once and never move: the device may read and write them whenever a job of
+    this slot is on it.
+
+    Args:
+        contract: of the graph that the slot serves.
+        tile_d0: tile size of its logits, from the graph's metadata.
+        buffers: the device's.
+    """
+
+    def __init__(self, contract: SubmodelContract, tile_d0: int, buffers: DeviceBuffers) -> None:
+        self.contract, self.tile_d0, self.buffers = contract, tile_d0, buffers
+        tokens, position, logits = contract.tensors
+        self.tokens: NDArray[Any] = np.zeros(tokens.byte_size // 4, _DTYPES[tokens.dtype])
+        self.positions: NDArray[np.int32] = np.zeros(position.byte_size // 4, np.int32)
+        self.logits: NDArray[np.uint16] = np.zeros(logits.byte_size // 2, np.uint16)  # bf16 bits
+        self._expected = [
+            DeviceTensor(tensor.name, tensor.shape, tensor.dtype, tensor.byte_size)
+            for tensor in contract.tensors
+        ]
+        self._mapped = False
+
+    @property
+    def sliced(self) -> bool:
+        """Are slices set that were not undone?"""
+        return self.buffers.sliced
+
+    def load(self, device: Device, job: Job) -> None:
+        """Check, copy the inputs, set CSRs, map and slice. Raises a typed error."""
+        contract, buffers = self.contract, self.buffers
+        self._check_tensors(job)
+        slices = [
+            (tensor, *self._extent(tensor, size, job))
+            for tensor, size in (
+                (contract.tokens, contract.token_bytes),
+                (contract.position, contract.position_bytes),
+            )
+        ]
+        if job.data is not None:
+            tokens = job.data.tokens.ravel()
+            self.tokens[: tokens.size] = tokens
+            self.positions[: job.token_count] = job.data.positions
+        for name, value in (
+            (contract.csr_cur_seq, job.past_len),
+            (contract.csr_total_seq, job.past_len + job.token_count),
+        ):
+            rc = device.set_csr(contract.exact_name, name, value)
+            if rc != CalrtCode.SUCCESS:
+                text = f"SetCsrByName({name!r}, {value}) returned {code_name(rc)}"
+                raise _error(CsrRejected, job, text, rc)
+        if not self._mapped:
+            self._map(job)
+        for tensor, offset, size in slices:
+            if not tensor.sliceable:
+                continue
+            rc = buffers.slice(tensor.name, offset, size)
+            if rc != CalrtCode.SUCCESS:
+                buffers.undo_slices()
+                text = f"SliceTensor({tensor.name!r}, {offset}, {size}) returned {code_name(rc)}"
+                raise _error(MapRejected, job, text, rc)
+
+    def _check_tensors(self, job: Job) -> None:
+        for expected, ours in zip(self._expected, self.contract.tensors, strict=True):
+            theirs = self.buffers.tensor(expected.name)
+            if theirs is None:
+                raise _error(TensorMismatch, job, f"the device has no tensor {expected.name!r}")
+            if theirs != expected:
+                found = tensor_differences(ours, theirs, f"tensor {expected.name!r}")
+                raise _error(TensorMismatch, job, "; ".join(found))
+
+    def _extent(self, tensor: TensorContract, token_bytes: int, job: Job) -> tuple[int, int]:
+        needed = job.token_count * token_bytes
+        offset, size = self.buffers.extent(tensor.name, job.token_count)
+        whole = tensor.byte_size
+        if needed > whole:
+            text = f"{job.token_count} tokens are {needed} bytes, above the {whole} of {tensor.name!r}"
+        elif not 0 <= offset <= whole or not needed <= size <= whole - offset:
+            text = (
+                f"the slice of {size} bytes at {offset} is outside the {whole} bytes of "
+                f"{tensor.name!r}, or below the {needed} needed"
+            )
+        else:
+            return offset, size
+        raise _error(SliceOutOfRange, job, text)
+
+    def _map(self, job: Job) -> None:
+        hosts: tuple[NDArray[Any], ...] = (self.tokens, self.positions, self.logits)
+        for tensor, host in zip(self.contract.tensors, hosts, strict=True):
+            rc = self.buffers.map(tensor.name, host)
+            if rc != CalrtCode.SUCCESS:
+                raise _error(MapRejected, job, f"MapBuf({tensor.name!r}) returned {code_name(rc)}", rc)
+        self._mapped = True
+
+    def unload(self) -> None:
+        """The device is done with the slot: undo the slices."""
+        if self.buffers.sliced:
+            self.buffers.undo_slices()
+
+    def deliver(self, job: Job) -> str | None:
+        """Check the output and convert it into the caller's array; what is wrong, or ``None``.
+
+        A job whose caller has left is checked for its size only: nothing may be written for it.
+        """
+        ours = self.contract.logits
+        theirs = self.buffers.tensor(ours.name)
+        if theirs is None:
+            return f"the device has no tensor {ours.name!r}"
+        if theirs.shape != ours.shape or theirs.byte_size != ours.byte_size:
+            return "; ".join(tensor_differences(ours, theirs, f"tensor {ours.name!r}"))
+        if job.data is None or job.answered:
+            return None
+        # Only where tokens flow: importing it compiles the loop.
+        from .logits import LogitsLayout, convert  # noqa: PLC0415
+
+        rows = ours.byte_size // (2 * ours.shape[-1])
+        layout = LogitsLayout(rows, ours.shape[-1], self.tile_d0)
+        bad = convert(self.logits, layout, rows - 1, job.data.base, job.data.out)
+        return f"{bad} of {job.data.out.size} logits are NaN or infinite" if bad else None
+
+
+def host_memory(job: Job) -> HostMemory:
+    """The memory of the slot that ``job`` holds."""
+    assert job.lease is not None
+    return cast(HostMemory, job.lease.slot.memory)
+
+
+def _error(kind: type[RequestError], job: Job, text: str, code: int = 0) -> RequestError:
+    facts = (Phase.PREPARE, code, job.job_id, job.sequence_id, job.generation_id)
+    return kind(f"job {job.job_id}: {text}", *facts)
