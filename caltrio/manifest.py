@@ -98,7 +98,7 @@ class SubmodelContract:
         """Bytes of one token's position."""
         return DTYPE_BYTES[self.position.dtype]
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[TensorContract, TensorContract, TensorContract]:
         """Tokens, positions, logits."""
         return self.tokens, self.position, self.logits
