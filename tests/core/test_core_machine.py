@@ -370,10 +370,10 @@ class CoreMachine(RuleBasedStateMachine):
             self.submitted.append(self.submitting)
         if self.completing is not None:
             core.completed(self.completing, self.now)
-        counts.update(resets=len(self.old_pools), stale=core.stale_completions, runs=1)
         for job in self.submitted:
             if core.wait_returned(job, 0, self.now, exception=False):
                 core.completed(job, self.now)
+        counts.update(resets=len(self.old_pools), stale=core.stale_completions, runs=1)
         assert core.drained
         core.finish_shutdown(self.now)
         assert not core.open
@@ -389,8 +389,8 @@ TestCore = CoreMachine.TestCase
 
 
 def test_the_machine_came_to_the_rare_places():
-    assert counts["resets"] > counts["runs"] / 50
-    assert counts["stale"] > 0
+    assert counts["resets"] > 0, counts
+    assert counts["stale"] > 0, counts
 
 
 @pytest.mark.parametrize(
