@@ -368,12 +368,12 @@ class Executor:
         try:
             generation = bind(self.manifest, device.models(), generation_id)
         except ManifestMismatch as error:
-            core.start_failed(str(error), self._timer.now_ns(), repair=True)
+            core.start_failed(str(error), self._timer.now_ns(), CalrtCode.ILLEGAL_CALBIN)
             raise
         rc = await self._in_time(lambda: device.configure(generation))
         if rc != CalrtCode.SUCCESS:
             what = "did not end in time" if rc is None else f"returned {code_name(rc)}"
-            core.start_failed(f"the load of the model {what}", self._timer.now_ns())
+            core.start_failed(f"the load of the model {what}", self._timer.now_ns(), rc or 0)
             return
         if core.lifecycle is not LifecycleState.CONFIGURING:
             return  # shut down meanwhile

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import trio
 from attrs import frozen
 
 from caltrio.events import Listener
@@ -21,6 +20,7 @@ from caltrio.observe.metrics import Summary, summarise
 from caltrio.observe.perfetto import PerfettoTrace
 from caltrio.observe.records import Columns, Recorder, stored_tables
 from caltrio.scenario import Scenario
+from caltrio.signals import stoppable
 from caltrio.timing import Costs
 from caltrio.workload.replay import replay
 from caltrio.workload.requests import Request, stream_seed
@@ -93,31 +93,12 @@ def simulate(
 
     async def main(clock: SimClock) -> signal.Signals | None:
         device = SimDevice(clock, scenario.semantics)
-        stopped_by: signal.Signals | None = None
-
-        async def heed_signals() -> None:
-            nonlocal stopped_by
-            if threading.current_thread() is not threading.main_thread():
-                return  # only the main thread may handle signals
-            # A task takes them, so that they never hit SimPy in the middle of a step; a second one
-            # cannot cut the first one's drain short.
-            with listening, trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-                async for number in signals:
-                    stopped_by = stopped_by or signal.Signals(number)
-                    working.cancel()
-
-        working, listening = trio.CancelScope(), trio.CancelScope(shield=True)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(heed_signals)
-            try:
-                with working:
-                    async with open_executor(
-                        device, manifest, scenario.executor, listeners=heard
-                    ) as executor:
-                        await replay(executor, clock, requests, scenario.workload.clients)
-            finally:
-                listening.cancel()
-        return stopped_by
+        async with (
+            stoppable() as stop,
+            open_executor(device, manifest, scenario.executor, listeners=heard) as executor,
+        ):
+            await replay(executor, clock, requests, scenario.workload.clients)
+        return stop.by
 
     with ExitStack() as stack:
         hold_interrupts = stack.enter_context(_interrupts_can_be_held())

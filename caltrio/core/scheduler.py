@@ -83,7 +83,8 @@ class Core:
         self._emit = emit
         self._device_engines = engines
         self._engines: tuple[int, ...] = ()
-        self._load: dict[int, int] = {}
+        self._load: dict[int, int] = {}  # in flight, by engine
+        self._share = 1  # of the limit, for each engine
         self.open: dict[int, RequestState] = {}  # not ended, by request id
         self._ready: deque[Job] = deque()  # for the submitter and a permit
         self._staged: Job | None = None  # handed over, infer() not yet called
@@ -113,12 +114,13 @@ class Core:
         # One in flight: the runtime chooses the engine. More: each job is bound to one (§6.4).
         self._engines = (EngineSlot.AUTO,) if limit == 1 else tuple(range(self._device_engines))
         self._load = dict.fromkeys(self._engines, 0)
+        self._share = -(-limit // len(self._engines))
         self.generation = generation
         self.pool = BufferPool(
             generation.generation_id,
             generation.submodels,
             self._engines,
-            -(-limit // len(self._engines)) + 1,  # one more: the one whose output is converted
+            self._share + 1,  # one more: the one whose output is converted
             make_memory,
             self._quarantined,
         )
@@ -142,10 +144,13 @@ class Core:
             name = f"generation {self.generation.generation_id}"
             self.health.go(LifecycleState.READY, f"{name} is ready", now_ns)
 
-    def start_failed(self, why: str, now_ns: int, *, repair: bool = False) -> None:
-        """The generation cannot be loaded, or its golden run was wrong: the end (§9.2)."""
-        if repair:
-            self.health.distrust(verdict(CalrtCode.ILLEGAL_CALBIN))
+    def start_failed(self, why: str, now_ns: int, code: int = CalrtCode.SUCCESS) -> None:
+        """The generation cannot be loaded, or its golden run was wrong: the end (§9.2).
+
+        ``code``: what the load returned, where it did.
+        """
+        if code != CalrtCode.SUCCESS:
+            self.health.distrust(verdict(code))
         if self.health.lifecycle in (LifecycleState.CONFIGURING, LifecycleState.WARMING):
             self._fail_all(why, now_ns)
 
@@ -440,13 +445,15 @@ class Core:
         if now_ns < health.pause_until_ns:
             return  # the end of the pause calls again
         job = self._ready[0]
-        free = [e for e in self._engines if self.pool.available(job.kind, e)]
+        # An engine takes its share of the limit, no more: one with buffers left may be busy.
+        load, share = self._load, self._share
+        free = [e for e in self._engines if load[e] < share and self.pool.available(job.kind, e)]
         if not free:
             if not any(self.pool.usable(job.kind, e) for e in self._engines):
                 self._distrust(f"every {job.kind.value} buffer is quarantined", None, now_ns)
             return  # a lease comes back with the delivery of the job that holds it
         self._ready.popleft()
-        job.engine = min(free, key=self._load.__getitem__)
+        job.engine = min(free, key=load.__getitem__)
         job.lease = self.pool.acquire(job.kind, job.engine)
         self._load[job.engine] += 1
         self.in_flight[job.job_id] = job

@@ -1,0 +1,45 @@
+"""End a run in good order on SIGINT or SIGTERM."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import trio
+from attrs import define, field
+
+
+@define
+class Stop:
+    """What is cancelled by the first signal, and which one that was."""
+
+    scope: trio.CancelScope = field(factory=trio.CancelScope)
+    by: signal.Signals | None = None
+
+
+@asynccontextmanager
+async def stoppable() -> AsyncIterator[Stop]:
+    """A block that a signal cancels. Only the main thread may handle signals; elsewhere none does.
+
+    A task takes them, so that they never hit a step of a simulation, and a second one cannot cut
+    the first one's clean end short.
+    """
+    stop, listening = Stop(), trio.CancelScope(shield=True)
+
+    async def heed() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        with listening, trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for number in signals:
+                stop.by = stop.by or signal.Signals(number)
+                stop.scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(heed)
+        try:
+            with stop.scope:
+                yield stop
+        finally:
+            listening.cancel()
