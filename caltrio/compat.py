@@ -55,8 +55,7 @@ from .errors import (
     Unsupported,
 )
 from .events import Listener
-from .executor import Executor, InferenceResult, Sequence, WarmUp, _ids, open_executor
-from .manifest import TaskKind
+from .executor import Executor, InferenceResult, Sequence, WarmUp, open_executor
 from .units import NS_PER_S
 
 T = TypeVar("T")
@@ -140,7 +139,7 @@ class _Step:
 
     @property
     def is_decode(self) -> bool:
-        return self.count == 1 and self.tokens.dtype == np.int32
+        return self.count == 1 and self.tokens.dtype.kind in "iu"
 
 
 def _seq_id(value: object) -> int:
@@ -173,14 +172,15 @@ def _step(batch: Batch) -> _Step:
         raise EmptyJob(
             f"the batch of sequence {seq_id} has no tokens; give at least one", Phase.PREPARE
         )
-    embeddings = given.dtype.kind == "f" and given.ndim == 2
-    tokens = given.astype(np.float32) if embeddings else _ids(given)
-    positions = None if batch.positions is None else _ids(_array("positions", batch.positions))
-    if positions is not None and len(positions) != len(tokens):
+    if not given.ndim:
+        raise InputMismatch(f"tokens are {batch.tokens!r}; give a row of them", Phase.PREPARE)
+    positions = None if batch.positions is None else _array("positions", batch.positions)
+    if positions is not None and positions.shape[:1] != given.shape[:1]:
         raise InputMismatch(
-            f"{len(tokens)} tokens and {len(positions)} positions; give as many of both", Phase.PREPARE
+            f"{len(given)} tokens and positions of shape {positions.shape}; give as many of both",
+            Phase.PREPARE,
         )
-    return _Step(seq_id, tokens, positions, batch.out, int(base))
+    return _Step(seq_id, given, positions, batch.out, int(base))
 
 
 class _Call(Generic[T]):
@@ -208,9 +208,13 @@ class _Call(Generic[T]):
             self._answered.release()
 
     def wait(self) -> None:
-        """Block this thread until it is settled."""
-        self._answered.acquire()
-        self._answered.release()
+        """Block this thread until it is settled; for the one that made it.
+
+        An interrupt may come after the lock is taken, so a second wait must not take it again.
+        While it is not settled nobody can have taken it.
+        """
+        if not self.settled:
+            self._answered.acquire()
 
     def outcome(self) -> T:
         """The result, or the error: a copy, since the executor may tell others of the same one."""
@@ -433,8 +437,6 @@ class SyncExecutor:
             if self._post(self._give_up, call):
                 call.wait()
             raise
-        finally:
-            self._pending.discard(call)
         return call.outcome()
 
     def _post(self, act: Callable[..., None], *args: Any) -> bool:
@@ -534,9 +536,15 @@ class SyncExecutor:
         if self._executor is None:
             self._scope.cancel()
 
+    def _settle(
+        self, call: _Call[T], result: T | None = None, *, error: BaseException | None = None
+    ) -> None:
+        call.settle(result, error=error)
+        self._pending.discard(call)  # here, where no interrupt comes
+
     def _begin(self, call: _Call[Any]) -> None:
         if self._stopping.is_set():
-            call.settle(error=self._unavailable())
+            self._settle(call, error=self._unavailable())
         else:
             call.scope = trio.CancelScope()
             self._calls.start_soon(self._work, call)
@@ -545,7 +553,7 @@ class SyncExecutor:
         if call.scope is not None:
             call.scope.cancel()
         else:  # interrupted before it was handed over
-            call.settle(error=JobCancelled("the call was given up by its caller"))
+            self._settle(call, error=JobCancelled("the call was given up by its caller"))
 
     async def _work(self, call: _Call[Any]) -> None:
         assert call.scope is not None
@@ -553,21 +561,15 @@ class SyncExecutor:
         error: Exception
         try:
             with call.scope:
-                call.settle(await call.work(call))
+                self._settle(call, await call.work(call))
                 return
             error = JobCancelled("the call was given up by its caller, or its sequence was removed")
-        except Unavailable as refused:
-            error = refused
-            if self._stopping.is_set():  # it was under way before
-                error = JobCancelled(
-                    f"the executor was closed meanwhile: {refused.message}", *refused.args[1:6]
-                )
         except Exception as failed:  # noqa: BLE001 - the caller's to judge
             error = failed
         except BaseException:
-            call.settle(error=JobCancelled("the executor ended meanwhile"))
+            self._settle(call, error=JobCancelled("the executor ended meanwhile"))
             raise
-        call.settle(error=error)
+        self._settle(call, error=error)
 
     async def _decode(self, step: _Step, call: _Call[InferenceResult]) -> InferenceResult:
         held = self._held.get(step.seq_id)
@@ -589,9 +591,9 @@ class SyncExecutor:
                 sequence.request.sequence_id,
             )
         if step.is_decode:
-            # decode() takes no positions; with them the executor checks that they follow on.
-            data = sequence._data(step.tokens, 1, step.positions, step.out, step.base, 1)
-            return await sequence._run(TaskKind.DECODE, 1, data)
+            return await sequence.decode(
+                step.tokens[0], positions=step.positions, out=step.out, base=step.base
+            )
         return await self._prefill(sequence, step)
 
     async def _open(self, step: _Step, call: _Call[InferenceResult]) -> InferenceResult:

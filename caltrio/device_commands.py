@@ -387,9 +387,9 @@ def _random_faults(
 @click.option("--faults-per-hour", default=30.0, show_default=True, type=click.FloatRange(0, 1e5))
 @click.option("--clients", default=6, show_default=True, type=click.IntRange(1, 1000))
 @click.option("--golden", "file", type=click.Path(path_type=Path),
-              help="For the warm-up; without one the reference, which also checks every token.")  # fmt: skip
+              help="A recording for the warm-up; without one, the reference.")  # fmt: skip
 @click.option("--metrics-port", type=click.IntRange(0, 65535),
-              help="Serve Prometheus metrics on this loopback port meanwhile; 0: any free one.")  # fmt: skip
+              help="Serve Prometheus metrics on this loopback port; 0: any free one.")  # fmt: skip
 @_shared
 def soak(
     hours: float | None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import trio
@@ -130,6 +130,7 @@ class Executor:
         self._drain_wake = _Parking()
         self._recovery_wake = _Parking()
         self._ended = trio.Event()
+        self._listener_failure: Exception | None = None
         self._armed_ns: int | None = None
         self._broken = False
         self._next_request_id = 0
@@ -157,8 +158,12 @@ class Executor:
             raise ServiceFailed(health.why, health.exit_code)
 
     def _tell(self, event: Event) -> None:
+        """Tell every listener. One that raises must not leave ``core`` halfway through a decision."""
         for listener in self._listeners:
-            listener(event)
+            try:
+                listener(event)
+            except Exception as error:  # noqa: BLE001 - raised by _act(), once all is decided
+                self._listener_failure = self._listener_failure or error
 
     # --- the caller's side --------------------------------------------------------------------------
 
@@ -276,6 +281,9 @@ class Executor:
                 self._recovery_wake.signal()
             if core.lifecycle is LifecycleState.FAILED:
                 self._ended.set()
+        if self._listener_failure is not None:
+            failure, self._listener_failure = self._listener_failure, None
+            raise failure
 
     # --- the service tasks ----------------------------------------------------------------------------
 
@@ -348,11 +356,15 @@ class Executor:
     async def _in_time(self, call: Callable[[], Awaitable[int]]) -> int | None:
         """The return code of ``call``, or ``None`` if it takes longer than the reset timeout."""
         rc: int | None = None
+        failure: Exception | None = None
         came = _Parking()
 
         async def do() -> None:
-            nonlocal rc
-            rc = await call()
+            nonlocal rc, failure
+            try:
+                rc = await call()
+            except Exception as error:  # noqa: BLE001 - raised below, outside the nursery's grouping
+                failure = error
             came.signal()
 
         async with trio.open_nursery() as nursery:
@@ -360,6 +372,8 @@ class Executor:
             end_ns = self._timer.now_ns() + self.core.config.reset_timeout_ns
             await self._sleep_unless(came.wait, end_ns, 2)
             nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
         return rc
 
     async def _bring_up(self, generation_id: int) -> None:
@@ -369,7 +383,9 @@ class Executor:
             generation = bind(self.manifest, device.models(), generation_id)
         except ManifestMismatch as error:
             core.start_failed(str(error), self._timer.now_ns(), CalrtCode.ILLEGAL_CALBIN)
-            raise
+            if generation_id == 1:
+                raise  # nobody uses the executor yet
+            return
         rc = await self._in_time(lambda: device.configure(generation))
         if rc != CalrtCode.SUCCESS:
             what = "did not end in time" if rc is None else f"returned {code_name(rc)}"
@@ -392,11 +408,21 @@ class Executor:
         self._act()
 
     async def _warm(self) -> str | None:
-        assert self._warm_up is not None
-        try:
-            return await self._warm_up(self)
-        except RequestError as error:
-            return str(error)
+        """What was wrong with the golden run, or ``None``; bounded as the load is."""
+        warm_up, wrong = self._warm_up, None
+        assert warm_up is not None
+
+        async def run() -> int:
+            nonlocal wrong
+            try:
+                wrong = await warm_up(self)
+            except RequestError as error:
+                wrong = str(error)
+            return CalrtCode.SUCCESS
+
+        if await self._in_time(run) is None:
+            return "it did not end in time"
+        return wrong
 
     async def _expirer(self) -> NoReturn:
         """Sleeps until the next deadline, or until an earlier one appears."""
@@ -490,23 +516,23 @@ class Sequence:
 
         Raises a :class:`~caltrio.errors.RequestError` that says what became of the job.
         """
-        kind = TaskKind.PREFILL_IDS
-        if isinstance(tokens, int):
-            return await self._run(kind, tokens, None)
-        given = np.asarray(tokens)
-        if given.dtype.kind == "f":
-            kind, count = TaskKind.PREFILL_EMBEDS, len(given) if given.ndim == 2 else 0
-            given = given.astype(np.float32)
-            return await self._run(
-                kind,
-                count,
-                self._data(given, count, positions, out, base, sequences),
-            )
-        data = self._data(_ids(given), given.size, positions, out, base, sequences)
-        return await self._run(kind, given.size, data)
+        given = self._array(tokens)
+        if given.ndim == 0 and given.dtype.kind in "iu":
+            return await self._run(TaskKind.PREFILL_IDS, int(given), None)
+        embeds = given.dtype.kind == "f" and given.ndim == 2
+        count = len(given) if embeds else given.size
+        where = None if positions is None else self._array(positions)
+        data = StepData(given, where, self._out(out, base), base, sequences)
+        kind = TaskKind.PREFILL_EMBEDS if embeds else TaskKind.PREFILL_IDS
+        return await self._run(kind, count, data)
 
     async def decode(
-        self, token: int | None = None, *, out: NDArray[np.float32] | None = None, base: int = 0
+        self,
+        token: int | None = None,
+        *,
+        positions: ArrayLike | None = None,
+        out: NDArray[np.float32] | None = None,
+        base: int = 0,
     ) -> InferenceResult:
         """Run one token at the position after all before it. Otherwise as :meth:`prefill`.
 
@@ -514,38 +540,29 @@ class Sequence:
         """
         data = None
         if token is not None:
-            data = self._data(_ids(np.asarray([token])), 1, None, out, base, 1)
+            where = None if positions is None else self._array(positions)
+            data = StepData(self._array([token]), where, self._out(out, base), base)
         return await self._run(TaskKind.DECODE, 1, data)
 
-    def _data(
-        self,
-        tokens: NDArray[np.int32] | NDArray[np.float32],
-        count: int,
-        positions: ArrayLike | None,
-        out: NDArray[np.float32] | None,
-        base: int,
-        sequences: int,
-    ) -> StepData:
-        vocab = self._executor.manifest.submodels[0].logits.shape[-1]
-        if positions is None:
-            past_len = self.past_len
-            where = np.arange(past_len, past_len + count, dtype=np.int32)
-        else:
-            where = _ids(np.asarray(positions))
-        if out is None:
-            if self._logits is None:
-                self._logits = np.empty(vocab, np.float32)
-            out = self._logits[base:] if 0 <= base <= vocab else self._logits
-        if not (
-            out.dtype == np.float32 and out.ndim == 1 and out.flags.c_contiguous and out.flags.writeable
-        ):
-            raise InputMismatch("out is not a writable row of float32; give one", Phase.PREPARE)
-        if not 0 <= base <= vocab or out.size > vocab - base:
+    def _array(self, values: ArrayLike) -> NDArray[Any]:
+        """``values`` as numpy sees them; their type is checked with the step."""
+        try:
+            return np.asarray(values)
+        except (ValueError, TypeError, OverflowError) as error:
             raise InputMismatch(
-                f"{out.size} logits from entry {base} on are outside the vocabulary of {vocab}",
-                Phase.PREPARE,
-            )
-        return StepData(tokens, where, out, base, sequences)
+                f"request {self.request.request_id}: {error}; give a row of numbers",
+                Phase.PREPARE, 0, -1, self.request.sequence_id,
+                self._executor.generation.generation_id,
+            ) from error  # fmt: skip
+
+    def _out(self, out: NDArray[np.float32] | None, base: int) -> NDArray[np.float32]:
+        """The caller's array, or the sequence's own from ``base`` on."""
+        if out is not None:
+            return self._array(out)
+        if self._logits is None:
+            vocab = self._executor.manifest.submodels[0].logits.shape[-1]
+            self._logits = np.empty(vocab, np.float32)
+        return self._logits[base:] if 0 <= base <= self._logits.size else self._logits
 
     async def _run(self, kind: TaskKind, token_count: int, data: StepData | None) -> InferenceResult:
         job = await self._executor._run(self.request, kind, token_count, data)
@@ -571,19 +588,6 @@ class Sequence:
     def close(self, error: RequestError | None = None) -> None:
         """The caller is done: KV comes back once the device is done too. ``error``: why, if early."""
         self._executor._close(self.request, error)
-
-
-def _ids(values: NDArray[np.generic]) -> NDArray[np.int32]:
-    """A row of int32, or an error that shows the value that does not fit."""
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise InputMismatch(
-            f"{values.dtype} of {values.ndim} dimensions is not a row of whole numbers", Phase.PREPARE
-        )
-    if values.size and not -(2**31) <= int(values.min()) <= int(values.max()) < 2**31:
-        raise InputMismatch(
-            f"{int(values.min())} to {int(values.max())} does not fit in 32 bits", Phase.PREPARE
-        )
-    return values.astype(np.int32)
 
 
 @asynccontextmanager
@@ -623,8 +627,11 @@ async def open_executor(
             yield executor
         except BaseException as error:  # noqa: BLE001 - raised again below, outside the nursery's grouping
             failure = error
-        with trio.CancelScope(shield=True):
-            await executor._drain()
+        try:
+            with trio.CancelScope(shield=True):
+                await executor._drain()
+        except Exception as error:  # noqa: BLE001 - of a listener; the first failure counts
+            failure = failure or error
         services.cancel()
     if failure is not None:
         raise failure

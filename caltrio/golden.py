@@ -128,13 +128,15 @@ class GoldenReport:
             self.first_difference = difference
         if got.logits is None:
             return
-        ours, golden = got.logits.astype(np.float64), _floats(got.case.logits).astype(np.float64)
+        ours, golden = got.logits, _floats(got.case.logits)
+        if np.array_equal(ours, golden):
+            self._judge(same=True, overlap=1.0)
+            return
+        best, other = _likeliest(golden), _likeliest(ours)
+        self._judge(same=best[0] == other[0], overlap=len(set(best) & set(other)) / len(best))
+        ours, golden = ours.astype(np.float64), golden.astype(np.float64)
         gap = np.abs(ours - golden)
         nonzero = golden != 0
-        best, other = _likeliest(golden), _likeliest(ours)
-        self._sums.append((best[0] == other[0], len(set(best) & set(other)) / len(best)))
-        self.top1 = sum(equal for equal, _ in self._sums) / len(self._sums)
-        self.top5_overlap = sum(overlap for _, overlap in self._sums) / len(self._sums)
         self.max_abs = max(self.max_abs, float(gap.max()))
         self.max_rel = max(
             self.max_rel, float((gap[nonzero] / np.abs(golden[nonzero])).max(initial=0.0))
@@ -142,11 +144,17 @@ class GoldenReport:
         norm = float(np.linalg.norm(ours) * np.linalg.norm(golden))
         self.cosine = min(self.cosine, float(ours @ golden) / norm if norm else 0.0)
 
+    def _judge(self, *, same: bool, overlap: float) -> None:
+        self._sums.append((same, overlap))
+        self.top1 = sum(equal for equal, _ in self._sums) / len(self._sums)
+        self.top5_overlap = sum(share for _, share in self._sums) / len(self._sums)
 
-def _likeliest(logits: NDArray[np.float64], count: int = 5) -> list[int]:
-    """The likeliest entries, ties by index."""
+
+def _likeliest(logits: NDArray[np.float32], count: int = 5) -> list[int]:
+    """The likeliest entries, the first one first."""
     count = min(count, logits.size)
-    return [int(entry) for entry in np.lexsort((np.arange(logits.size), -logits))[:count]]
+    best = np.argpartition(-logits, count - 1)[:count]
+    return [int(entry) for entry in best[np.argsort(-logits[best], kind="stable")]]
 
 
 def _floats(bits: NDArray[np.uint16]) -> NDArray[np.float32]:

@@ -34,6 +34,8 @@ DTYPE_BYTES = {"s32": 4, "bf16": 2, "f32": 4}
 
 # The key under which a graph's metadata gives the tile size of its logits: an assumption.
 TILE_D0_KEY = "logits_tile_d0"
+# And that under which it says of which calbin it is: another one.
+CALBIN_KEY = "calbin_sha256"
 
 
 def _positive(_instance: object, attribute: object, value: int) -> None:
@@ -242,9 +244,10 @@ def bind(manifest: Manifest, models: Sequence[DeviceModel], generation_id: int) 
             continue
         differences += _tensor_differences(contract, model)
         d0 = model.metadata.get(TILE_D0_KEY)
-        if d0 is None or not d0.isascii() or not d0.isdigit() or not 0 < int(d0) < 2**31:
+        whole = d0 is not None and d0.isascii() and d0.isdigit() and len(d0) < 10
+        if d0 is None or not whole or int(d0) == 0:
             differences.append(
-                f"graph {model.name!r}: metadata {TILE_D0_KEY} is {d0!r}, expected a whole number"
+                f"graph {model.name!r}: metadata {TILE_D0_KEY} is {str(d0)[:40]!r}, not a whole number"
             )
         elif contract.logits.shape[-1] % int(d0):
             differences.append(
@@ -253,6 +256,11 @@ def bind(manifest: Manifest, models: Sequence[DeviceModel], generation_id: int) 
             )
         else:
             tile_d0[contract.kind] = int(d0)
+    wanted = manifest.calbin_sha256
+    hashes = {model.metadata.get(CALBIN_KEY) for model in models}
+    if wanted is not None and hashes != {wanted}:
+        reported = ", ".join(sorted(str(value)[:64] for value in hashes))
+        differences.append(f"{CALBIN_KEY} is {wanted} in the manifest, {reported} on the device")
     if differences:
         raise ManifestMismatch(manifest.name, tuple(differences))
     return ModelGeneration(generation_id, manifest, tile_d0)

@@ -54,6 +54,7 @@ class HostMemory:
             (position, contract.position_bytes),
         )
         self._layout: LogitsLayout | None = None
+        self._unread: NDArray[np.float32] | None = None
         self._mapped = False
 
     @property
@@ -70,9 +71,9 @@ class HostMemory:
                 self._check_tensor(index, theirs, job)
         slices = [(tensor, *self._extent(tensor, size, job)) for tensor, size in self._inputs]
         if job.data is not None:
-            tokens = job.data.tokens.ravel()
+            tokens, end = job.data.tokens.ravel(), job.past_len + job.token_count
             self.tokens[: tokens.size] = tokens
-            self.positions[: job.token_count] = job.data.positions
+            self.positions[: job.token_count] = np.arange(job.past_len, end)
         for name, value in (
             (contract.csr_cur_seq, job.past_len),
             (contract.csr_total_seq, job.past_len + job.token_count),
@@ -132,7 +133,7 @@ class HostMemory:
     def deliver(self, job: Job) -> str | None:
         """Check the output and convert it into the caller's array; what is wrong, or ``None``.
 
-        A job whose caller has left is checked for its size only: nothing may be written for it.
+        The output of a job whose caller has left is checked all the same: its KV is to be committed.
         """
         ours = self.contract.logits
         theirs = self.buffers.tensor(ours.name)
@@ -142,16 +143,24 @@ class HostMemory:
             found = tensor_differences(ours, theirs, f"tensor {ours.name!r}")
             if found:
                 return "; ".join(found)
-        if job.data is None or job.answered:
+        if job.data is None:
             return None
         # Only where tokens flow: importing it compiles the loop.
         from .logits import LogitsLayout, convert  # noqa: PLC0415
 
-        rows = ours.byte_size // (2 * ours.shape[-1])
         if self._layout is None:
+            rows = ours.byte_size // (2 * ours.shape[-1])
             self._layout = LogitsLayout(rows, ours.shape[-1], self.tile_d0)
-        bad = convert(self.logits, self._layout, rows - 1, job.data.base, job.data.out)
-        return f"{bad} of {job.data.out.size} logits are NaN or infinite" if bad else None
+        base, out = job.data.base, job.data.out
+        if job.answered:  # nobody reads it, and nothing may be written there any more
+            if self._unread is None:
+                self._unread = np.empty(ours.shape[-1], np.float32)
+            base, out = 0, self._unread
+        try:
+            bad = convert(self.logits, self._layout, self._layout.rows - 1, base, out)
+        except (TypeError, ValueError) as error:  # as if the caller froze the array meanwhile
+            return f"it could not be converted: {error}"
+        return f"{bad} of {out.size} logits are NaN or infinite" if bad else None
 
 
 def host_memory(job: Job) -> HostMemory:

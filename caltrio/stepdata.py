@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
@@ -11,40 +13,55 @@ from .manifest import SubmodelContract
 
 @frozen(eq=False)
 class StepData:
-    """The arrays of one step.
+    """The arrays of one step, as the caller gave them; :meth:`mismatch` says whether they are right.
 
     Args:
-        tokens: ids ``[token_count]`` int32, or embeddings ``[token_count, hidden]`` float32.
-        positions: ``[token_count]`` int32.
+        tokens: ids ``[token_count]`` of integers, or embeddings ``[token_count, hidden]`` of floats.
+        positions: ``[token_count]`` of integers; ``None``: those after what the sequence holds.
         out: ``[count]`` float32, the caller's; gets the logits of ``count`` vocabulary entries.
         base: the first vocabulary entry of ``out``.
         sequences: how many sequences the step holds.
     """
 
-    tokens: NDArray[np.int32] | NDArray[np.float32]
-    positions: NDArray[np.int32]
-    out: NDArray[np.float32]
+    tokens: NDArray[Any]
+    positions: NDArray[Any] | None
+    out: NDArray[Any]
     base: int = 0
     sequences: int = 1
 
     def mismatch(self, contract: SubmodelContract, token_count: int, past_len: int) -> str | None:
-        """What is wrong with tokens and positions (check 4 of §6.3), or ``None``."""
+        """What is wrong with the arrays (check 4 of §6.3), or ``None``."""
         tokens, positions = self.tokens, self.positions
-        wanted = np.dtype(np.float32 if contract.tokens.dtype == "f32" else np.int32)
-        if tokens.dtype != wanted or positions.dtype != np.int32 or positions.ndim != 1:
-            return (
-                f"tokens are {tokens.dtype} and positions {positions.dtype} of {positions.ndim} "
-                f"dimensions; give {wanted.name} and a row of int32"
-            )
-        each = contract.token_bytes // wanted.itemsize
-        if tokens.size != token_count * each or positions.size != token_count:
-            return (
-                f"{tokens.size} token elements and {positions.size} positions for {token_count} "
-                f"tokens of {each} elements each; give as many of both"
-            )
-        if int(positions[0]) != past_len or (token_count > 1 and (np.diff(positions) != 1).any()):
-            return f"positions do not run on from {past_len}, the tokens that the sequence holds"
         vocab = contract.logits.shape[-1]
-        if wanted == np.int32 and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
+        if contract.tokens.dtype == "f32":
+            each = contract.token_bytes // 4
+            if tokens.dtype.kind != "f" or tokens.shape != (token_count, each):
+                return f"embeddings are {tokens.dtype} {tokens.shape}; give floats [n, {each}]"
+        elif tokens.dtype.kind not in "iu" or tokens.ndim != 1:
+            return f"tokens are {tokens.dtype} of {tokens.ndim} dimensions; give a row of integers"
+        elif not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
             return f"token ids are {tokens.min()} to {tokens.max()}; give 0 to {vocab - 1}"
+        if positions is not None:
+            if positions.dtype.kind not in "iu" or positions.ndim != 1:
+                return (
+                    f"positions are {positions.dtype} of {positions.ndim} dimensions; "
+                    "give a row of integers"
+                )
+            if positions.size != token_count:
+                return f"{positions.size} positions for {token_count} tokens; give as many of both"
+            if not np.array_equal(positions, np.arange(past_len, past_len + token_count)):
+                return f"positions do not run on from {past_len}, the tokens that the sequence holds"
+        return self._out_mismatch(vocab)
+
+    def _out_mismatch(self, vocab: int) -> str | None:
+        out = self.out
+        flags = out.flags
+        right = out.dtype == np.float32 and out.ndim == 1
+        if not (right and flags.c_contiguous and flags.aligned and flags.writeable):
+            return (
+                f"out is {out.dtype} {out.shape}; "
+                "give a row of float32 that is contiguous, aligned and writable"
+            )
+        if not 0 <= self.base <= vocab or out.size > vocab - self.base:
+            return f"{out.size} logits from entry {self.base} on are outside the vocabulary of {vocab}"
         return None

@@ -1,8 +1,10 @@
 """The synchronous entry, from real threads. Nothing here is timed; whatever waits is bounded."""
 
+import itertools
 import logging
 import pickle
 import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -13,6 +15,7 @@ import trio
 from attrs import evolve
 from support import profile
 
+from caltrio import compat
 from caltrio.compat import RETURN_CODES, Batch, ReturnCode, SyncExecutor, return_code
 from caltrio.config import ExecutorConfig
 from caltrio.core.request import Outcome
@@ -404,10 +407,14 @@ def test_what_the_device_says(caplog, script, calrt, phase, code, kind):
 
 
 def test_the_error_itself(caplog):
-    with host(Scripted(wait_codes={0: 22})) as executor:
+    ended = []
+    with host(Scripted(wait_codes={0: 22}), listeners=[ended.append]) as executor:
         with pytest.raises(ArtifactError) as caught:
             executor.decode_sync(Batch([1, 2], None, 41))
     error = caught.value
+    (theirs,) = [event.job.error for event in ended if isinstance(event, JobEnded)]
+    assert error is not theirs, "one exception would be raised in several threads"
+    assert error.args == theirs.args
     assert (error.code, error.phase, error.job_id, error.generation_id) == (22, "execute", 0, 1)
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is ArtifactError
@@ -824,34 +831,55 @@ def test_a_signal_handler_may_close():
         signal.signal(signal.SIGINT, old)
 
 
-def test_an_interrupt_at_any_moment(default_interrupt):
-    """A call interrupted anywhere leaves the executor whole, and nobody waiting."""
-    with host(kind="fake", max_active_sequences=2, max_queue=0) as executor:
-        done = 0
-        for turn in range(200):
-            go = threading.Event()
+class InterruptAt:
+    """An interrupt before the ``count``-th instruction that this thread runs in ``caltrio.compat``."""
 
-            def send(turn=turn, go=go):
-                go.wait(WAIT_S)
-                for _ in range(turn * 20):
-                    pass
-                interrupt()
+    def __init__(self, count):
+        self.left = count
 
-            sender = in_thread(send)
-            try:
-                go.set()
-                while True:
-                    executor.decode_sync(Batch([1, 2]))
-                    executor.seq_rm(0)
-                    done += 1
-            except KeyboardInterrupt:
-                sender.result(WAIT_S)
-            executor.seq_rm(0)
-            while executor.calrt_decode(Batch([5], seq_id=1)) == 1:
-                pass  # the device still has the job that was given up, and its KV
-            executor.seq_rm(1)
-        assert done
+    def __enter__(self):
+        self._old = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_error):
+        sys.settrace(self._old)
+
+    def _trace(self, frame, event, _arg):
+        if frame.f_code.co_filename != compat.__file__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            if self.left == 0:
+                self.left = -1
+                raise KeyboardInterrupt
+            self.left -= 1
+        return self._trace
+
+
+@pytest.mark.parametrize("what", ["decode_sync", "seq_rm"])
+def test_an_interrupt_before_any_instruction(what):
+    """Wherever a call is interrupted: the executor is whole, and nobody waits for ever."""
+    with host(max_active_sequences=2) as executor:
         core = executor._executor.core
-        until(lambda: not core.open and not core.in_flight)
-        assert not executor._pending
+        for count in itertools.count():
+            if what == "seq_rm":
+                executor.decode_sync(Batch([1, 2]))
+            interrupt = InterruptAt(count)
+            try:
+                with interrupt:
+                    if what == "seq_rm":
+                        executor.seq_rm(0)
+                    else:
+                        executor.decode_sync(Batch([1, 2]))
+            except KeyboardInterrupt:
+                pass
+            else:
+                assert interrupt.left >= 0, "the interrupt was swallowed"
+                break
+            executor.seq_rm(0)
+            until(lambda: not core.open)
+            assert not executor._pending
+        assert count > 100, "it interrupted nothing"
+        executor.seq_rm(0)
         assert greedy(executor, [3, 1], 3, 0) == generate(VOCAB, [3, 1], 3)

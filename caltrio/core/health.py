@@ -79,6 +79,10 @@ class Health:
         self.pause_until_ns = now_ns + pause
         return self._strikes >= self._config.backoff_threshold
 
+    def new_generation(self) -> None:
+        """What was transient of the old one is over with it."""
+        self.pause_until_ns = self._strikes = 0
+
     def success(self) -> None:
         """A job completed: what was transient is over."""
         self._strikes = 0

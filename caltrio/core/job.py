@@ -102,7 +102,8 @@ class Job:
     timings: JobTimings
     data: StepData | None = None
     kv: KvReservation | None = None
-    engine: int = EngineSlot.AUTO
+    engine: int = EngineSlot.AUTO  # that infer() is to use
+    share: int = EngineSlot.AUTO  # the engine whose buffers and share of the limit it takes
     state: JobState = JobState.CREATED
     cancel_requested: bool = False
     answered: bool = False

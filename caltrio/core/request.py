@@ -53,6 +53,7 @@ class RequestState:
     closing: bool = False  # its caller has left; it ends once no job is under way
     outcome: Outcome | None = None
     error: RequestError | None = None
+    lost: RequestError | None = None  # what further steps are told, if it was ended for its caller
     waiter: object = field(default=None, repr=False)
 
     @property

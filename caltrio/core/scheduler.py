@@ -110,6 +110,7 @@ class Core:
         make_memory: Callable[[TaskKind, int], SlotMemory | None] = _no_memory,
     ) -> None:
         """The device holds ``generation``: everything that belongs to one is made anew (§9.2)."""
+        self.health.new_generation()
         limit = self.health.limit
         # One in flight: the runtime chooses the engine. More: each job is bound to one (§6.4).
         self._engines = (EngineSlot.AUTO,) if limit == 1 else tuple(range(self._device_engines))
@@ -140,7 +141,7 @@ class Core:
 
     def warmed(self, now_ns: int) -> None:
         """The golden run was right, or none was asked for: traffic may come."""
-        if self.health.lifecycle is LifecycleState.WARMING:
+        if self.health.lifecycle is LifecycleState.WARMING and not self._closing:
             name = f"generation {self.generation.generation_id}"
             self.health.go(LifecycleState.READY, f"{name} is ready", now_ns)
 
@@ -371,8 +372,9 @@ class Core:
         """Tokens that the sequence holds, if it may take a step. Raises a typed error if not."""
         facts = (Phase.PREPARE, 0, -1, request.sequence_id, self.generation.generation_id)
         where = f"request {request.request_id}"
-        if request.outcome is not None and request.error is not None and request.admitted:
-            raise request.error  # it was ended for its caller, by a reset or for want of KV
+        lost = request.lost
+        if lost is not None:  # it was ended for its caller, by a reset or for want of KV
+            raise type(lost)(*lost.args)
         serves = LifecycleState.WARMING if request.warmup else LifecycleState.READY
         if self.health.lifecycle is not serves:
             raise self.health.unavailable()
@@ -429,6 +431,7 @@ class Core:
     def _starved(self, job: Job, error: RequestError, now_ns: int) -> None:
         """Growth did not come in time: the sequence gives up what it holds, so that others go on."""
         job.request.closing = True
+        job.request.lost = error
         self._give_up(job, error, now_ns)
 
     def _stage(self, now_ns: int) -> None:
@@ -453,9 +456,10 @@ class Core:
                 self._distrust(f"every {job.kind.value} buffer is quarantined", None, now_ns)
             return  # a lease comes back with the delivery of the job that holds it
         self._ready.popleft()
-        job.engine = min(free, key=load.__getitem__)
-        job.lease = self.pool.acquire(job.kind, job.engine)
-        self._load[job.engine] += 1
+        job.share = min(free, key=load.__getitem__)
+        job.engine = EngineSlot.AUTO if health.limit == 1 else job.share
+        job.lease = self.pool.acquire(job.kind, job.share)
+        load[job.share] += 1
         self.in_flight[job.job_id] = job
         job.holds_permit = True
         job.to(JobState.PREPARING)
@@ -465,7 +469,7 @@ class Core:
         """The one place where an in-flight permit comes back."""
         del self.in_flight[job.job_id]
         job.holds_permit = False
-        self._load[job.engine] -= 1
+        self._load[job.share] -= 1
 
     @property
     def has_submission(self) -> bool:
@@ -493,6 +497,12 @@ class Core:
                 job, job.queue_deadline_ns, Phase.QUEUE,
                 lambda: job.timings.submitted_ns is None and not job.answered,
             )  # fmt: skip
+            # Late is one thing; a runtime that never comes back from infer() is not to be trusted.
+            self._deadlines.add(
+                job.queue_deadline_ns + self.config.grace_ns,
+                lambda: self._submitting is job,
+                lambda now: self._distrust(f"infer() of job {job.job_id} has not returned", None, now),
+            )
 
     def prepare_failed(self, job: Job, error: RequestError, now_ns: int) -> None:
         """A check of §6.3 failed: the device never had the job, and everything goes back."""
@@ -707,13 +717,15 @@ class Core:
         elif row.action is not Action.RECORD:
             self._distrust(why, row, now_ns)
 
-    @staticmethod
-    def _error(job: Job, rc: int, phase: str, row: Verdict) -> RequestError:
+    def _error(self, job: Job, rc: int, phase: str, row: Verdict) -> RequestError:
         facts = (phase, rc, job.job_id, job.sequence_id, job.generation_id)
         call = "infer()" if phase == Phase.SUBMIT else "Wait()"
         if rc == CalrtCode.SUCCESS:
             return row.error("the job ended with DONE_CCU_EXCEPTION", *facts)
-        return row.error(f"{call} returned {code_name(rc)}", *facts)
+        text = f"{call} returned {code_name(rc)}"
+        if issubclass(row.error, Unavailable):
+            return row.error(text, *facts, self.config.retry_after_ns)
+        return row.error(text, *facts)
 
     def _drop_queued(self, make: Callable[[], RequestError], now_ns: int) -> None:
         """Answer everything that has not reached the device."""
@@ -763,13 +775,16 @@ class Core:
         self._mark_unknown(job, "the device did not return its job")
         self._give_up(job, self._lost(job), now_ns)
 
-    def _lost(self, job: Job) -> Unavailable:
+    def _lost(self, job: Job) -> RequestError:
+        facts = (Phase.EXECUTE, 0, job.job_id, job.sequence_id, job.generation_id)
+        if self._closing:
+            return JobCancelled(f"job {job.job_id} was not back when the executor closed", *facts)
         return Unavailable(
             f"job {job.job_id} was lost: the executor is {self.health.lifecycle.value} "
             f"({self.health.why})",
-            Phase.EXECUTE, 0, job.job_id, job.sequence_id, job.generation_id,
+            *facts,
             self.config.retry_after_ns,
-        )  # fmt: skip
+        )
 
     def _settle(self, now_ns: int) -> None:
         """After whatever may have been the last thing to wait for."""
@@ -830,6 +845,7 @@ class Core:
                 f"request {request.request_id} lost its KV: {why}",
                 Phase.EXECUTE, 0, -1, request.sequence_id, self.generation.generation_id,
             )  # fmt: skip
+            request.lost = error
             if self._closing:
                 error = JobCancelled(f"request {request.request_id} was open at shutdown")
             self.close_request(request, error, now_ns)

@@ -332,6 +332,31 @@ async def test_growth_goes_before_admission(clock):
         assert order == ["grown", "entered"]
 
 
+async def test_nobody_enters_past_a_step_that_waits_for_growth(clock):
+    async with opened(kv_capacity_tokens=9, **GROW) as executor, trio.open_nursery() as nursery:
+        filler = await executor.admit(4, 0)
+        holder = await executor.admit(3, 7)
+        await holder.prefill(3)
+        nursery.start_soon(holder.prefill, 6)
+        await settled()
+        entered = []
+
+        async def enters():
+            async with executor.sequence(1, 0):  # would fit
+                entered.append(trio.current_time())
+
+        nursery.start_soon(enters)
+        await trio.sleep(0.01)
+        assert entered == []
+        filler.close()
+        await trio.sleep(0.01)
+        assert holder.past_len == 9
+        assert entered == []
+        holder.close()
+        await settled()
+        assert len(entered) == 1
+
+
 async def test_two_that_wait_for_each_other_end_and_a_third_is_served(clock):
     async with opened(kv_capacity_tokens=10, **GROW) as executor, trio.open_nursery() as nursery:
         ended = {}

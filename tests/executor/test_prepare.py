@@ -674,3 +674,17 @@ def test_the_fake_buffers_report_what_the_manifest_says():
     assert buffers.map("logits", np.zeros(VOCAB + 1, np.uint16)) == 24
     assert buffers.slice("token_ids", 163840, 1) == 14
     assert not buffers.sliced
+
+
+async def test_nothing_is_written_for_a_caller_who_has_left(clock):
+    out = np.full(VOCAB, 7, np.float32)
+    async with opened() as executor:
+        sequence = await executor.admit(2, 2)
+        with trio.move_on_after(5e-4):
+            await sequence.prefill([1, 2], out=out)
+        await trio.sleep(0.01)
+        assert executor.device.waited == [0]
+        assert (out == 7).all()
+        result = await sequence.decode(3)  # what the device did counts
+        assert np.argmax(result.logits) == ReferenceSequence(VOCAB, [1, 2, 3]).next_token()
+        sequence.close()

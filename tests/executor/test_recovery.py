@@ -893,6 +893,36 @@ async def test_a_late_completion_does_not_write_into_the_callers_array(clock):
         assert (out == 7).all()
 
 
+async def test_a_reset_while_an_output_is_converted(clock):
+    device = Device(wait_codes={1: 28})
+    out = np.full(64, 7, np.float32)
+
+    async def work(stage, job):
+        await trio.sleep(0.02 if job.job_id == 0 else 0)
+
+    device.timer.work = work
+    async with opened(device, max_inflight=2, grace_ns=5 * MS, execution_timeout_ns=8 * MS) as executor:
+        async with trio.open_nursery() as nursery:
+
+            async def converted():
+                with pytest.raises(Unavailable, match="lost"):
+                    async with executor.sequence(2, 0) as sequence:
+                        await sequence.prefill([1, 2], out=out)
+
+            nursery.start_soon(converted)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(fails, executor)  # its Wait() is not called before its deadline
+        await generation(executor, 2)
+        assert trio.current_time() < 0.02
+        await trio.sleep(0.02)
+        assert (out == 7).all()
+        job = next(job for job in ended_jobs(executor) if job.job_id == 0)
+        assert job.state is JobState.QUARANTINED
+        assert job.kv.state is KvTxnState.UNKNOWN
+        await one(executor)
+    assert path(executor) == STARTED + RECOVERED + CLOSED
+
+
 async def test_an_infer_that_returns_after_the_reset(clock):
     class Hangs(Device):
         async def infer(self, job):

@@ -176,12 +176,12 @@ def test_a_permit_given_back_too_early_is_caught(monkeypatch):
     def early(self, job, rc, now_ns):
         original(self, job, rc, now_ns)
         self.in_flight.pop(job.job_id, None)
+        self._load[job.share] -= 1
         self._stage(now_ns)
 
     def lenient(self, job):
         self.in_flight.pop(job.job_id, None)
         job.holds_permit = False
-        self._load[job.engine] -= 1
 
     monkeypatch.setattr(scheduler.Core, "submit_returned", early)
     monkeypatch.setattr(scheduler.Core, "_release_permit", lenient)
