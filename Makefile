@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: plan test check bench notebooks format clean help
+.PHONY: plan test check fuzz soak bench notebooks format clean help
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -28,9 +28,21 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-## make bench      speed of the executor in the loop, and memory of a million steps
+## make fuzz       2,000 random lives of the executor's core, and 1,000 random faults
+fuzz: $(INSTALLED)
+	CALTRIO_FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest tests/core/test_core_machine.py
+	$(BIN)/caltrio faults --random 1000 --seed 1
+	$(BIN)/caltrio faults --random 1000 --seed 2 --max-inflight 2
+
+## make soak       24 simulated hours with random cancels and faults (some minutes)
+soak: $(INSTALLED)
+	$(BIN)/caltrio soak --hours 24 --device sim --seed 1
+
+## make bench      speed of the executor in the loop, logits, idle CPU, memory of a million steps
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/executor_loop.py
+	$(BIN)/python benchmarks/logits.py
+	$(BIN)/python benchmarks/idle.py
 	$(BIN)/python benchmarks/memory.py
 
 ## make notebooks  execute the notebooks in place

@@ -31,6 +31,9 @@ from .units import format_ns
 
 T = TypeVar("T")
 
+_JOB = re.compile(r"\b(job|request) -?\d+| \[.*\]")  # what differs between restarts of one kind
+_MOST_REASONS = 8
+
 
 def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say which device, and how."""
@@ -475,8 +478,11 @@ def _print_soak(soak: Soak, what: str) -> None:
     ):  # fmt: skip
         table.add_row(name, escape(text))
     screen.print(table)
-    for reason in dict.fromkeys(evidence.restarts):
-        screen.print(f"restarted: {escape(reason)}")
+    kinds = Counter(_JOB.sub("job", reason) for reason in evidence.restarts)
+    for reason, count in kinds.most_common(_MOST_REASONS):
+        screen.print(f"restarted {count:,} ×: {escape(reason)}")
+    if len(kinds) > _MOST_REASONS:
+        screen.print(f"and for {len(kinds) - _MOST_REASONS:,} other reasons; --json has them all")
     for complaint in evidence.complaints:
         screen.print(f"NOT RIGHT: {escape(complaint)}")
     verdict = "passed" if not evidence.complaints else "FAILED"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from functools import cached_property
+from typing import Any, NoReturn
 
 import numba
 import numpy as np
@@ -48,7 +49,7 @@ class LogitsLayout:
     vocab: int = field(validator=_at_least_one)
     d0: int = field(validator=_at_least_one)
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Entries in memory, those that fill up the last tile included."""
         return -(-self.vocab // self.d0) * self.rows * self.d0
@@ -100,6 +101,21 @@ def _compiled(function: Callable[..., np.int64]) -> Callable[..., np.int64]:
 _kernel = _compiled(_expand)
 
 
+_U16, _F32 = np.dtype(np.uint16), np.dtype(np.float32)
+_READABLE = 0x1 | 0x100  # NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_ALIGNED
+_WRITABLE = _READABLE | 0x400  # NPY_ARRAY_WRITEABLE
+
+
+def _usable(array: object, dtype: np.dtype[Any], flags: int) -> bool:
+    """The checks of :func:`_check_array` in one; that one then finds what to say."""
+    return (
+        isinstance(array, np.ndarray)
+        and array.dtype == dtype
+        and array.ndim == 1
+        and array.flags.num & flags == flags
+    )
+
+
 def _check_array(name: str, array: object, dtype: type[np.generic], hint: str) -> None:
     if not isinstance(array, np.ndarray):
         raise TypeError(
@@ -114,17 +130,15 @@ def _check_array(name: str, array: object, dtype: type[np.generic], hint: str) -
         )
 
 
-def _check_region(layout: LogitsLayout, row: int, base: int, count: int) -> None:
-    """Written so that no sum can overflow, as in §10.1."""
+def _complain_of_region(layout: LogitsLayout, row: int, base: int, count: int) -> NoReturn:
     if not 0 <= row < layout.rows:
         raise LogitsBounds(
             f"row is {row}; the logits have {layout.rows} rows, give 0 to {layout.rows - 1}"
         )
-    if not (0 <= base <= layout.vocab and count <= layout.vocab - base):
-        raise LogitsBounds(
-            f"{count} entries from {base} were asked for; the vocabulary has {layout.vocab}, "
-            "give a base and an out within it"
-        )
+    raise LogitsBounds(
+        f"{count} entries from {base} were asked for; the vocabulary has {layout.vocab}, "
+        "give a base and an out within it"
+    )
 
 
 def convert(
@@ -155,12 +169,13 @@ def convert(
         ValueError: an array that is not flat, contiguous, writable, or that overlaps the other.
             After any error ``out`` is as it was.
     """
-    _check_array("source", source, np.uint16, " (source.view(np.uint16) for bfloat16)")
-    _check_array("out", out, np.float32, "")
-    if not out.flags.writeable:
+    if not (_usable(source, _U16, _READABLE) and _usable(out, _F32, _WRITABLE)):
+        _check_array("source", source, np.uint16, " (source.view(np.uint16) for bfloat16)")
+        _check_array("out", out, np.float32, "")
         raise ValueError("out is read-only; give an array that can be written to")
     row, base, rows, d0 = operator.index(row), operator.index(base), layout.rows, layout.d0
-    _check_region(layout, row, base, out.size)
+    if not (0 <= row < rows and 0 <= base <= layout.vocab and out.size <= layout.vocab - base):
+        _complain_of_region(layout, row, base, out.size)
     elements = layout.elements
     if source.size < elements:
         raise LogitsBounds(
