@@ -1,6 +1,7 @@
 """The ``caltrio`` command: a group whose sub-commands come from entry points.
 
-Errors that a person can mend are one line on standard error and exit code 2; an interrupt is 130.
+Errors that a person can mend are one line on standard error and exit code 2; an interrupt is 130; an
+executor that has failed for good ends the process with 75, or 78 where a restart would not help.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import click
 
-from .errors import CaltrioError, InputError
+from .errors import CaltrioError, InputError, ServiceFailed
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -79,6 +80,8 @@ def run(arguments: list[str]) -> int:
         # The reader of our output has left, as `head` does: not an error of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except ServiceFailed as error:
+        return _complain("caltrio", str(error), error.exit_code)
     except CaltrioError as error:
         return _complain("caltrio", str(error), EXIT_FAILED)
     except OverflowError:

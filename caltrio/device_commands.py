@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +18,7 @@ from .commands import json_option
 from .config import ExecutorConfig
 from .device import DeviceKind, DeviceOptions, OpenDevice, device_kind
 from .drills import BEYOND, DRILLS, DrillResult, Setup, run_drill
-from .errors import InputError
+from .errors import InputError, ServiceFailed
 from .executor import open_executor
 from .golden import Golden, GoldenReport, check, load, record, reference_golden, refusals, save
 from .manifest import Manifest, load_manifest
@@ -219,6 +221,7 @@ def _checker(
             open_executor(device, manifest, _golden_config(limit)) as executor,
         ):
             report = await check(executor, recorded)
+            executor.check()
             return report, await refusals(executor), executor.core.health.limit_reason
 
     return main
@@ -391,6 +394,8 @@ def _random_faults(
 @click.option("--clients", default=6, show_default=True, type=click.IntRange(1, 1000))
 @click.option("--golden", "file", type=click.Path(path_type=Path),
               help="A recording for the warm-up; without one, the reference.")  # fmt: skip
+@click.option("--no-restart", is_flag=True,
+              help="End with exit code 75 at the first Failed, as a service under a supervisor.")  # fmt: skip
 @click.option("--metrics-port", type=click.IntRange(0, 65535),
               help="Serve Prometheus metrics on this loopback port; 0: any free one.")  # fmt: skip
 @_shared
@@ -409,6 +414,7 @@ def soak(
     timing: str,
     seed: int,
     *,
+    no_restart: bool,
     as_json: bool,
 ) -> int:
     """Run for hours with random cancels, impatience and faults, and print the evidence (§13.2).
@@ -421,7 +427,7 @@ def soak(
     total_ns = round((minutes / 60 if minutes is not None else hours or 24) * NS_PER_HOUR)
     target = _Target(device_name, manifest_name, timing, seed)
     said = target.golden(file, 6)
-    spec = SoakSpec(total_ns, seed, max_inflight, clients, faults_per_hour)
+    spec = SoakSpec(total_ns, seed, max_inflight, clients, faults_per_hour, restart=not no_restart)
     metrics = None if metrics_port is None else PrometheusMetrics()
     with ExitStack() as stack:
         if metrics is not None and metrics_port is not None:
@@ -441,13 +447,19 @@ def soak(
             )  # fmt: skip
             await made[0].run()
 
-        target.run(_semantics(preset_name, reset), main)
+        failure: ServiceFailed | None = None
+        try:
+            target.run(_semantics(preset_name, reset), main)
+        except ServiceFailed as error:
+            failure = error
     evidence = made[0].evidence
     evidence.stopped_by = target.stopped_by
     if as_json:
         print_json(evidence.to_json())
     else:
         _print_soak(made[0], f"{format_ns(evidence.ran_ns)} on {device_name}")
+    if failure is not None:
+        raise failure
     return target.exit_code("soak", 1 if evidence.complaints else 0)
 
 

@@ -73,6 +73,7 @@ class SoakSpec:
         faults_per_hour: injected at random moments; 0 for none.
         think_ns: mean pause of a client.
         most_faults: the soak ends early, once so many have struck.
+        restart: go on with a new executor after one has failed; else that is the end.
     """
 
     duration_ns: int
@@ -82,6 +83,7 @@ class SoakSpec:
     faults_per_hour: float = 30.0
     think_ns: int = 30_000 * MS
     most_faults: int | None = None
+    restart: bool = True
 
     @property
     def config(self) -> ExecutorConfig:
@@ -245,6 +247,8 @@ class Soak:
                     await self._traffic(executor)
             except ServiceFailed as error:
                 evidence.restarts.append(error.reason)
+                if not self.spec.restart:
+                    raise
                 await trio.sleep(5)  # a supervisor waits a little
             finally:
                 if executor is not None:
