@@ -33,7 +33,8 @@ from .units import format_ns
 
 T = TypeVar("T")
 
-_JOB = re.compile(r"\b(job|request) -?\d+| \[.*\]")  # what differs between restarts of one kind
+# What differs between restarts of one kind.
+_WHICH = re.compile(r"(?<=\bjob) \d+|(?<=\brequest) -?\d+| \[.*\]")
 _MOST_REASONS = 8
 
 
@@ -395,7 +396,7 @@ def _random_faults(
 @click.option("--golden", "file", type=click.Path(path_type=Path),
               help="A recording for the warm-up; without one, the reference.")  # fmt: skip
 @click.option("--no-restart", is_flag=True,
-              help="End with exit code 75 at the first Failed, as a service under a supervisor.")  # fmt: skip
+              help="End with exit code 75 at the first Failed, for a supervisor.")  # fmt: skip
 @click.option("--metrics-port", type=click.IntRange(0, 65535),
               help="Serve Prometheus metrics on this loopback port; 0: any free one.")  # fmt: skip
 @_shared
@@ -490,7 +491,7 @@ def _print_soak(soak: Soak, what: str) -> None:
     ):  # fmt: skip
         table.add_row(name, escape(text))
     screen.print(table)
-    kinds = Counter(_JOB.sub("job", reason) for reason in evidence.restarts)
+    kinds = Counter(_WHICH.sub("", reason) for reason in evidence.restarts)
     for reason, count in kinds.most_common(_MOST_REASONS):
         screen.print(f"restarted {count:,} ×: {escape(reason)}")
     if len(kinds) > _MOST_REASONS:

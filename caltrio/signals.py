@@ -36,10 +36,14 @@ async def stoppable() -> AsyncIterator[Stop]:
                 stop.by = stop.by or signal.Signals(number)
                 stop.scope.cancel()
 
+    failure: BaseException | None = None
     async with trio.open_nursery() as nursery:
         nursery.start_soon(heed)
         try:
             with stop.scope:
                 yield stop
-        finally:
-            listening.cancel()
+        except BaseException as error:  # noqa: BLE001 - raised below, outside the nursery's grouping
+            failure = error
+        listening.cancel()
+    if failure is not None:
+        raise failure
