@@ -8,15 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..errors import (
-    BatchTooLarge,
-    EmptyJob,
-    InputMismatch,
-    Phase,
-    RequestError,
-    SequenceTooLong,
-)
+from ..errors import BatchTooLarge, EmptyJob, InputMismatch, RequestError, SequenceTooLong
 from ..manifest import SubmodelContract, TaskKind
+from .request import RequestState
 
 if TYPE_CHECKING:
     from ..stepdata import StepData
@@ -24,47 +18,39 @@ if TYPE_CHECKING:
 
 def check_step(
     contract: SubmodelContract,
+    request: RequestState,
     token_count: int,
     past_len: int,
-    limit: int,
+    max_seq: int,
     data: StepData | None,
-    facts: tuple[str, int, int],
-) -> None:
-    """Raise the typed error of the first check that a step fails.
+) -> tuple[type[RequestError], str] | None:
+    """The first check that a step fails: the kind of its error, and what is wrong.
 
     Args:
         contract: of the graph that would run it.
+        request: whose step it is; it may fill the positions that it asked for.
         token_count: tokens of the step.
         past_len: tokens of the sequence before it.
-        limit: positions that the sequence may fill: ``max_seq``, or what it asked for.
+        max_seq: positions that any sequence may fill.
         data: the inputs; ``None`` where only timing is of interest.
-        facts: (who, sequence id, generation id), for the error.
     """
-    who, sequence_id, generation_id = facts
-
-    def error(kind: type[RequestError], text: str) -> RequestError:
-        return kind(f"{who}: {text}", Phase.PREPARE, 0, -1, sequence_id, generation_id)
-
     if token_count < 1 or (past_len == 0 and contract.kind is TaskKind.DECODE):
-        raise error(
-            EmptyJob,
+        return EmptyJob, (
             f"{contract.kind.value} of {token_count} tokens at past length {past_len}; "
-            "prefill at least one token first",
+            "prefill at least one token first"
         )
+    limit = min(max_seq, request.kv_tokens)
     if past_len + token_count > limit:
-        raise error(
-            SequenceTooLong,
+        return SequenceTooLong, (
             f"past length {past_len} + {token_count} tokens is above the {limit} positions that it "
-            "may fill; ask for more output tokens at its start, or shorten it",
+            "may fill; ask for more output tokens at its start, or shorten it"
         )
     if data is None:
-        return
+        return None
     if data.sequences > contract.max_batch:
-        raise error(
-            BatchTooLarge,
+        return BatchTooLarge, (
             f"{data.sequences} sequences in one job; graph {contract.exact_name!r} takes "
-            f"{contract.max_batch}",
+            f"{contract.max_batch}"
         )
     mismatch = data.mismatch(contract, token_count, past_len)
-    if mismatch is not None:
-        raise error(InputMismatch, mismatch)
+    return None if mismatch is None else (InputMismatch, mismatch)

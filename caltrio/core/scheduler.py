@@ -43,7 +43,7 @@ from .checks import check_step
 from .deadlines import Deadlines
 from .health import Health
 from .job import EngineSlot, Job, JobState, JobTimings
-from .kv import KvCoordinator, KvManager, KvTxnState, UnlimitedKv
+from .kv import KvCoordinator, KvHolding, KvManager, KvTxnState, UnlimitedKv
 from .lifecycle import LifecycleState
 from .request import Outcome, RequestState
 
@@ -338,21 +338,22 @@ class Core:
     ) -> Job:
         """The next job of an admitted request. Raises a typed error if it may not run (§6.3)."""
         generation = self.generation
-        generation_id, sequence_id = generation.generation_id, request.sequence_id
         held = self._may_step(request, kind)
+        past_len = held.committed_tokens
+        wrong = check_step(
+            generation.submodels[kind], request, token_count, past_len, generation.max_seq, data
+        )
+        if wrong is not None:
+            raise self._step_error(request, *wrong)
         job = Job(
-            self._next_job_id, request, request.request_id, sequence_id, generation_id, kind,
-            token_count, held, request.jobs, JobTimings(now_ns), data,
-        )  # fmt: skip
-        check_step(
-            generation.submodels[kind], token_count, held,
-            min(generation.max_seq, request.kv_tokens), data,
-            (f"request {request.request_id}", sequence_id, generation_id),
+            self._next_job_id, request, request.request_id, request.sequence_id,
+            generation.generation_id, kind, token_count, past_len, request.jobs,
+            JobTimings(now_ns), data,
         )  # fmt: skip
         self._next_job_id += 1
         request.jobs += 1
         request.job = job
-        job.kv = self.kv.begin(sequence_id, token_count)
+        job.kv = self.kv.begin(request.sequence_id, token_count)
         if self.config.admission_timeout_ns is not None:
             # The first step inherits what its request has left; a later one enters anew.
             entered = request.arrival_ns if job.step == 0 else now_ns
@@ -368,10 +369,14 @@ class Core:
             self.admission.serve(now_ns)
         return job
 
-    def _may_step(self, request: RequestState, kind: TaskKind) -> int:
-        """Tokens that the sequence holds, if it may take a step. Raises a typed error if not."""
-        facts = (Phase.PREPARE, 0, -1, request.sequence_id, self.generation.generation_id)
-        where = f"request {request.request_id}"
+    def _step_error(self, request: RequestState, kind: type[RequestError], text: str) -> RequestError:
+        return kind(
+            f"request {request.request_id}: {text}",
+            Phase.PREPARE, 0, -1, request.sequence_id, self.generation.generation_id,
+        )  # fmt: skip
+
+    def _may_step(self, request: RequestState, kind: TaskKind) -> KvHolding:
+        """What the sequence holds, if it may take a step. Raises a typed error if not."""
         lost = request.lost
         if lost is not None:  # it was ended for its caller, by a reset or for want of KV
             raise type(lost)(*lost.args)
@@ -379,25 +384,22 @@ class Core:
         if self.health.lifecycle is not serves:
             raise self.health.unavailable()
         if not request.admitted or request.closing or request.outcome is not None:
-            raise InvalidArgument(f"{where} has no open sequence; open one", Phase.PREPARE)
+            raise self._step_error(request, InvalidArgument, "has no open sequence; open one")
         if request.job is not None:
-            raise InvalidArgument(
-                f"{where} has job {request.job.job_id} under way; await it first", *facts
-            )
+            text = f"has job {request.job.job_id} under way; await it first"
+            raise self._step_error(request, InvalidArgument, text)
         if kind not in self.generation.submodels:
-            raise Unsupported(
-                f"{where}: this model has no graph for {kind.value}; it has "
-                f"{', '.join(self.generation.submodels)}",
-                *facts,
-            )
+            has = ", ".join(self.generation.submodels)
+            text = f"this model has no graph for {kind.value}; it has {has}"
+            raise self._step_error(request, Unsupported, text)
         if kind in self.health.disabled:
-            raise Unsupported(f"{where}: {kind.value} is closed: {self.health.disabled[kind]}", *facts)
+            text = f"{kind.value} is closed: {self.health.disabled[kind]}"
+            raise self._step_error(request, Unsupported, text)
         held = self.kv.holders[request.sequence_id]
         if held.unknown is not None:
-            raise SequenceUnknown(
-                f"{where} lost its KV ({held.unknown}); close it and start anew", *facts
-            )
-        return held.committed_tokens
+            text = f"lost its KV ({held.unknown}); close it and start anew"
+            raise self._step_error(request, SequenceUnknown, text)
+        return held
 
     def _grown(self, job: Job, now_ns: int) -> None:
         """The KV of ``job`` is reserved: it queues for its turn."""
