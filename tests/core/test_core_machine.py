@@ -399,7 +399,6 @@ def test_the_machine_came_to_the_rare_places():
     [
         ("_release_permit", lambda self, job: setattr(job, "holds_permit", False)),
         ("_mark_unknown", lambda self, job, why: None),
-        ("_stale", lambda self, job, now: None),
         ("_note", staticmethod(lambda request, error: None)),
     ],
 )
