@@ -305,7 +305,8 @@ class Executor:
                 await trio.lowlevel.checkpoint()
                 continue
             core.prepared(job, timer.now_ns())
-            self._act()
+            if job.queue_deadline_ns is not None:
+                self._act()  # infer() may block until then
             rc = await device.infer(job)
             if rc != CalrtCode.SUCCESS:
                 memory.unload()

@@ -578,10 +578,11 @@ class Core:
 
     def completed(self, job: Job, now_ns: int) -> None:
         """The output of ``job`` is checked and converted: commit, deliver, give back."""
-        if self._completing.pop(job.job_id, None) is None:
+        if job.job_id not in self._completing:
             return  # a reset came meanwhile, and ended it
         assert job.kv is not None
         self.kv.commit(job.kv)
+        del self._completing[job.job_id]
         self.health.success()
         cancelled = job.state is JobState.CANCEL_REQUESTED
         self._retire(job, JobState.FAILED if cancelled else JobState.SUCCEEDED, None, now_ns)
