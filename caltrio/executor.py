@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 import trio
-from attrs import frozen
 from numpy.typing import ArrayLike, NDArray
 from trio.lowlevel import Abort, RaiseCancelT, current_task, reschedule, wait_task_rescheduled
 
@@ -43,11 +42,10 @@ from .timing import Stage
 WarmUp = Callable[["Executor"], Awaitable[str | None]]
 
 
-@frozen
-class InferenceResult:
+class InferenceResult(NamedTuple):
     """The result of one job.
 
-    Args:
+    Attributes:
         job_id, request_id, generation_id: what it was.
         kind: what it ran.
         timings: of the executor, ns of its clock.

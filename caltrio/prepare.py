@@ -49,9 +49,13 @@ class HostMemory:
         self.positions: NDArray[np.int32] = np.zeros(position.byte_size // 4, np.int32)
         self.logits: NDArray[np.uint16] = np.zeros(logits.byte_size // 2, np.uint16)  # bf16 bits
         self._seen: list[DeviceTensor | None] = [None, None, None]  # checked, and equal
-        self._inputs = (
-            (tokens, contract.token_bytes),
-            (position, contract.position_bytes),
+        self._names = tuple(enumerate(tensor.name for tensor in contract.tensors))
+        self._inputs = tuple(
+            (tensor, tensor.name, each, tensor.byte_size)
+            for tensor, each in (
+                (tokens, contract.token_bytes),
+                (position, contract.position_bytes),
+            )
         )
         self._layout: LogitsLayout | None = None
         self._unread: NDArray[np.float32] | None = None
@@ -64,19 +68,26 @@ class HostMemory:
 
     def load(self, device: Device, job: Job) -> None:
         """Check, copy the inputs, set CSRs, map and slice. Raises a typed error."""
-        contract, buffers = self.contract, self.buffers
-        for index, tensor in enumerate(contract.tensors):
-            theirs = buffers.tensor(tensor.name)
+        contract, buffers, count = self.contract, self.buffers, job.token_count
+        tensor_of = buffers.tensor
+        for index, name in self._names:
+            theirs = tensor_of(name)
             if theirs is None or theirs is not self._seen[index]:
                 self._check_tensor(index, theirs, job)
-        slices = [(tensor, *self._extent(tensor, size, job)) for tensor, size in self._inputs]
+        slices = []
+        for tensor, name, token_bytes, whole in self._inputs:
+            offset, size = buffers.extent(name, count)
+            if offset < 0 or not count * token_bytes <= size <= whole - offset:
+                raise self._out_of_range(job, tensor, count * token_bytes, offset, size)
+            if tensor.sliceable:
+                slices.append((name, offset, size))
         if job.data is not None:
             tokens, end = job.data.tokens.ravel(), job.past_len + job.token_count
             self.tokens[: tokens.size] = tokens
             self.positions[: job.token_count] = np.arange(job.past_len, end)
         for name, value in (
             (contract.csr_cur_seq, job.past_len),
-            (contract.csr_total_seq, job.past_len + job.token_count),
+            (contract.csr_total_seq, job.past_len + count),
         ):
             rc = device.set_csr(contract.exact_name, name, value)
             if rc != CalrtCode.SUCCESS:
@@ -84,13 +95,11 @@ class HostMemory:
                 raise _error(CsrRejected, job, text, rc)
         if not self._mapped:
             self._map(job)
-        for tensor, offset, size in slices:
-            if not tensor.sliceable:
-                continue
-            rc = buffers.slice(tensor.name, offset, size)
+        for name, offset, size in slices:
+            rc = buffers.slice(name, offset, size)
             if rc != CalrtCode.SUCCESS:
                 buffers.undo_slices()
-                text = f"SliceTensor({tensor.name!r}, {offset}, {size}) returned {code_name(rc)}"
+                text = f"SliceTensor({name!r}, {offset}, {size}) returned {code_name(rc)}"
                 raise _error(MapRejected, job, text, rc)
 
     def _check_tensor(self, index: int, theirs: DeviceTensor | None, job: Job) -> None:
@@ -102,20 +111,19 @@ class HostMemory:
             raise _error(TensorMismatch, job, "; ".join(found))
         self._seen[index] = theirs
 
-    def _extent(self, tensor: TensorContract, token_bytes: int, job: Job) -> tuple[int, int]:
-        needed = job.token_count * token_bytes
-        offset, size = self.buffers.extent(tensor.name, job.token_count)
+    @staticmethod
+    def _out_of_range(
+        job: Job, tensor: TensorContract, needed: int, offset: int, size: int
+    ) -> RequestError:
         whole = tensor.byte_size
         if needed > whole:
             text = f"{job.token_count} tokens are {needed} bytes, above the {whole} of {tensor.name!r}"
-        elif not 0 <= offset <= whole or not needed <= size <= whole - offset:
+        else:
             text = (
                 f"the slice of {size} bytes at {offset} is outside the {whole} bytes of "
                 f"{tensor.name!r}, or below the {needed} needed"
             )
-        else:
-            return offset, size
-        raise _error(SliceOutOfRange, job, text)
+        return _error(SliceOutOfRange, job, text)
 
     def _map(self, job: Job) -> None:
         hosts: tuple[NDArray[Any], ...] = (self.tokens, self.positions, self.logits)

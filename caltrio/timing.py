@@ -312,10 +312,7 @@ class Costs:
             Stage.CLIENT: profile.client.time.value,
         }
 
-    def _mean_ns(self, stage: Stage, job: JobShape) -> int:
-        fixed = self._fixed.get(stage)
-        if fixed is not None:
-            return fixed
+    def _transfer_or_compute_ns(self, stage: Stage, job: JobShape) -> int:
         if stage is Stage.D2H:
             return self._d2h_ns[job.kind]
         tokens = job.token_count
@@ -327,7 +324,9 @@ class Costs:
 
     def ns(self, stage: Stage, job: JobShape) -> int:
         """Nanoseconds that ``stage`` takes for ``job``, with its jitter."""
-        duration = self._mean_ns(stage, job)
+        duration = self._fixed.get(stage)
+        if duration is None:
+            duration = self._transfer_or_compute_ns(stage, job)
         if stage not in self._jittered:
             return duration
         factor = jitter_factor(

@@ -32,11 +32,6 @@ class VirtualDeadlock(CaltrioError):
     """Every task is blocked and nothing is scheduled: virtual time can never move again."""
 
 
-def priority(rank: Rank, tie: int) -> int:
-    """The SimPy priority of a ranked event; above SimPy's own 0 and 1, which settle at once."""
-    return (rank + 1 << _TIE_BITS) | tie
-
-
 _HOST_RANK = {
     Stage.SUBMIT: Rank.SUBMIT_RETURNED,
     Stage.POSTPROCESS: Rank.COMPLETER_DONE,
@@ -54,7 +49,9 @@ class RankedEvent(Event):
         """Let it happen ``delay_ns`` from now."""
         self._ok = True
         self._value = None
-        self.env.schedule(self, priority(rank, tie), delay_ns)  # type: ignore[arg-type]
+        # Above SimPy's own priorities 0 and 1, which settle at once.
+        priority = (rank + 1 << _TIE_BITS) | tie
+        self.env.schedule(self, priority, delay_ns)  # type: ignore[arg-type]
         return self
 
 

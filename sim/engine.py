@@ -1,9 +1,9 @@
-"""The device's stages under one :class:`~caltrio.semantics.EngineSemantics`, as SimPy processes.
+"""The device's stages under one :class:`~caltrio.semantics.EngineSemantics`, on SimPy's events.
 
-A job is one process: slot -> H2D -> compute stages -> D2H -> interrupt. The units it goes through
-(:class:`Channel`, :class:`SharedUnit`) serve turns; a turn's end is one ranked SimPy event. At a
-stage end the unit takes its next turn first, and then the job whose turn it was goes on: whoever
-already queues is before whoever joins at that instant.
+A job is one flow of events: slot -> H2D -> compute stages -> D2H -> interrupt. The units it goes
+through (:class:`Channel`, :class:`SharedUnit`) serve turns; a turn's end is one ranked SimPy event.
+At a stage end the unit takes its next turn first, and then the job whose turn it was goes on:
+whoever already queues is before whoever joins at that instant.
 """
 
 from __future__ import annotations
@@ -161,6 +161,25 @@ def split_permille(duration_ns: int, parts_permille: tuple[int, ...]) -> list[in
     return [end - start for start, end in pairwise(cuts)]
 
 
+class _Flow:
+    """Goes through a generator of events, from now on.
+
+    As ``simpy.Process``, less the two events of its own that one has: nobody waits for a job's end.
+    """
+
+    __slots__ = ("_steps",)
+
+    def __init__(self, steps: Generator[Event, None, None]) -> None:
+        self._steps = steps
+        self._next(None)
+
+    def _next(self, _event: Event | None) -> None:
+        for event in self._steps:
+            assert event.callbacks is not None, "the event has been processed already"
+            event.callbacks.append(self._next)
+            return
+
+
 class Engine:
     """The units of one device, and the jobs on them.
 
@@ -237,7 +256,7 @@ class Engine:
     def start(self, job: Job, slot: int) -> None:
         """``job`` takes ``slot``, and is on its way."""
         self._free[slot] = False
-        self._env.process(self._run(job, slot))
+        _Flow(self._run(job, slot))
 
     def _turn(self, job: Job, duration_ns: int, on_start: Callable[[], None] | None = None) -> Turn:
         return Turn(job.job_id, duration_ns, RankedEvent(self._env), on_start)
