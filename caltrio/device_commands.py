@@ -482,6 +482,7 @@ def _print_soak(soak: Soak, what: str) -> None:
         ("tokens checked", f"{evidence.tokens_checked:,}, {evidence.wrong_tokens:,} wrong"),
         ("recoveries", f"{evidence.recoveries:,} to a new generation"),
         ("restarts", f"{len(evidence.restarts):,} after Failed"),
+        ("fell back", f"{sum(evidence.limited.values()):,} times to one in flight"),
         ("stale completions", f"{evidence.stale:,}"),
         ("buffers quarantined", f"{evidence.quarantined:,}"),
         ("longest call", longest),

@@ -26,6 +26,7 @@ from .events import (
     BufferQuarantined,
     DeviceFault,
     Event,
+    InflightLimited,
     JobEnded,
     LifecycleChanged,
     Listener,
@@ -115,6 +116,7 @@ class Evidence:
     recoveries: int = 0
     restarts: list[str] = field(factory=list)  # reasons
     unexplained: list[str] = field(factory=list)
+    limited: Counter[str] = field(factory=Counter)  # falls to one in flight, by reason
     stale: int = 0
     quarantined: int = 0
     longest_wait_ns: int = 0
@@ -164,6 +166,7 @@ class Evidence:
             "recoveries": self.recoveries,
             "restarts": self.restarts,
             "unexplained": self.unexplained,
+            "fell_back": dict(self.limited),
             "stale_completions": self.stale,
             "quarantined": self.quarantined,
             "longest_wait_ns": self.longest_wait_ns,
@@ -373,6 +376,8 @@ class Soak:
                 and struck == self._strikes_at_ready
             ):
                 evidence.unexplained.append(event.reason)
+        elif isinstance(event, InflightLimited):
+            evidence.limited[event.reason] += 1
         elif isinstance(event, StaleCompletion):
             evidence.stale += 1
         elif isinstance(event, BufferQuarantined):

@@ -1,6 +1,7 @@
 import pytest
 
 from caltrio.core.job import TRANSITIONS, Job, JobState, JobTimings, engine_name
+from caltrio.core.kv import KvReservation, KvTxnState
 from caltrio.core.lifecycle import LIFECYCLE, LifecycleState, check_lifecycle
 from caltrio.errors import IllegalTransition
 from caltrio.manifest import TaskKind
@@ -45,3 +46,24 @@ def test_lifecycle(old, new):
 
 def test_engine_names():
     assert [engine_name(engine) for engine in range(-1, 3)] == ["auto", "ping", "pong", "engine2"]
+
+
+@pytest.mark.parametrize("old", KvTxnState)
+@pytest.mark.parametrize("new", KvTxnState)
+def test_kv_transactions_take_legal_steps_only(old, new):
+    """§7: once committed, rolled back or unknown, a transaction is over."""
+    legal = {
+        (KvTxnState.RESERVED, KvTxnState.SUBMITTED),
+        (KvTxnState.RESERVED, KvTxnState.ROLLED_BACK),
+        (KvTxnState.SUBMITTED, KvTxnState.COMMITTED),
+        (KvTxnState.SUBMITTED, KvTxnState.ROLLED_BACK),
+        (KvTxnState.SUBMITTED, KvTxnState.UNKNOWN),
+    }
+    txn = KvReservation(0, 0, 1, 1, old)
+    if (old, new) in legal:
+        txn.to(new)
+        assert txn.state is new
+    else:
+        with pytest.raises(IllegalTransition, match=f"{old.value} to {new.value}"):
+            txn.to(new)
+        assert txn.state is old
