@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -27,8 +28,9 @@ from .output import console, print_json, progress
 from .scenario import preset
 from .semantics import PRESETS, EngineSemantics, ResetScope
 from .signals import stoppable
-from .soak import NS_PER_HOUR, Soak, SoakSpec
+from .soak import NOTHING_COMPLETED, NS_PER_HOUR, Soak, SoakSpec
 from .timing import load_timing
+from .tomlfile import Ns
 from .units import format_ns
 
 T = TypeVar("T")
@@ -55,11 +57,27 @@ def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _semantics(name: str, reset: str = "device") -> EngineSemantics:
+def _semantics(name: str, max_inflight: int, reset: str = "device") -> EngineSemantics:
+    """The preset, which must have engines enough. Raises :class:`InputError` naming the option."""
     try:
-        return evolve(preset(name), reset_scope=ResetScope(reset))
+        semantics = evolve(preset(name), reset_scope=ResetScope(reset))
     except ValueError as error:
         raise InputError("--semantics", "", str(error)) from error
+    try:
+        semantics.check_in_flight(max_inflight)
+    except ValueError as error:
+        raise InputError("--max-inflight", "", str(error)) from error
+    return semantics
+
+
+class _Finite(click.FloatRange):
+    """A range that NaN is not in either."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
 
 
 class _Target:
@@ -88,10 +106,16 @@ class _Target:
     def golden(self, file: Path | None, prompts: int, *, lengths: bool = False) -> Golden:
         """The recording in ``file``, or without one that of the reference token model."""
         if file is None:
-            return reference_golden(self.manifest.name, self.vocab, prompts, lengths=lengths)
+            longest = self.manifest.max_seq
+            return reference_golden(
+                self.manifest.name, self.vocab, prompts, lengths=lengths, max_seq=longest
+            )
         recorded = load(file)
         if recorded.vocab != self.vocab:
             problem = f"has {recorded.vocab} logits, the manifest {self.vocab}"
+            raise InputError("--golden", str(file), problem, "record one of this model")
+        if recorded.model != self.manifest.name:
+            problem = f"is of model {recorded.model!r}, the manifest of {self.manifest.name!r}"
             raise InputError("--golden", str(file), problem, "record one of this model")
         return recorded
 
@@ -108,8 +132,15 @@ def golden() -> None:
     """Record what a device says to fixed prompts, or check that it still says it (§13.1)."""
 
 
-def _golden_config(max_inflight: int) -> ExecutorConfig:
-    return ExecutorConfig(max_inflight=max_inflight)
+def _golden_config(manifest: Manifest, max_inflight: int) -> ExecutorConfig:
+    """Room for the longest prompt, and a bound for a device that hangs."""
+    bound = Ns(300_000_000_000)
+    return ExecutorConfig(
+        max_inflight=max_inflight,
+        kv_capacity_tokens=max(81_920, 2 * manifest.max_seq),
+        queue_timeout_ns=bound,
+        execution_timeout_ns=bound,
+    )
 
 
 @golden.command("record")
@@ -132,17 +163,19 @@ def golden_record(
     target = _Target(device_name, manifest_name, timing, seed)
     if file.exists() and not force:
         raise InputError(str(file), "", "is there already", "name another, or add --force")
+    if file.is_dir():
+        raise InputError(str(file), "", "cannot be written: Is a directory", "name a file")
     if not file.parent.is_dir():
         raise InputError(str(file), "", "cannot be written: its folder is not there")
 
     async def main(open_device: OpenDevice) -> Golden:
         async with (
             open_device() as device,
-            open_executor(device, target.manifest, _golden_config(1)) as executor,
+            open_executor(device, target.manifest, _golden_config(target.manifest, 1)) as executor,
         ):
             return await record(executor, prompts)
 
-    made = target.run(_semantics("full-duplex"), main)
+    made = target.run(_semantics("full-duplex", 1), main)
     if made is None:
         return target.exit_code("golden record", 1)
     save(made, file)
@@ -189,11 +222,11 @@ def golden_check(
     rows = []
     with progress() as shown:
         plan = [(name, limit) for name in presets or PRESETS for limit in limits or (1, 2)]
-        for name, _ in plan:
-            _semantics(name)  # a wrong name before anything runs
+        for name, limit in plan:
+            _semantics(name, limit)  # what is wrong, before anything runs
         task = shown.add_task("golden", total=len(plan))
         for name, limit in plan:
-            result = target.run(_semantics(name), _checker(target.manifest, recorded, limit))
+            result = target.run(_semantics(name, limit), _checker(target.manifest, recorded, limit))
             if result is None:
                 return target.exit_code("golden check", 1)
             rows.append((name, limit, *result))
@@ -219,10 +252,9 @@ def _checker(
     async def main(open_device: OpenDevice) -> tuple[GoldenReport, str | None, str | None]:
         async with (
             open_device() as device,
-            open_executor(device, manifest, _golden_config(limit)) as executor,
+            open_executor(device, manifest, _golden_config(manifest, limit)) as executor,
         ):
             report = await check(executor, recorded)
-            executor.check()
             return report, await refusals(executor), executor.core.health.limit_reason
 
     return main
@@ -231,7 +263,7 @@ def _checker(
 def _print_golden(
     recorded: Golden, rows: list[tuple[str, int, GoldenReport, str | None, str | None]]
 ) -> None:
-    table = Table(title=f"Golden check against {recorded.source}: {len(recorded.cases)} cases")
+    table = Table(title=f"Golden check against {escape(recorded.source)}: {len(recorded.cases)} cases")
     for heading in ("hypothesis", "in flight", "equal", "tokens", "top-1", "top-5", "max_abs",
                     "max_rel", "cosine", "full context"):  # fmt: skip
         table.add_column(heading, justify="left" if heading == "hypothesis" else "right")
@@ -280,8 +312,10 @@ def faults(
     Prints expected against observed; exit code 1 if a fact differs.
     """
     target = _Target(device_name, manifest_name, timing, seed)
-    semantics = _semantics(preset_name, reset)
+    semantics = _semantics(preset_name, max_inflight, reset)
     said = target.golden(file, 6)
+    if count is not None and only:
+        raise InputError("--only", "", "and --random exclude each other", "give one")
     if count is not None:
         return _random_faults(target, semantics, said, max_inflight, count, seed, as_json=as_json)
     names = [drill.name for drill in (*DRILLS, *BEYOND)]
@@ -364,7 +398,9 @@ def _random_faults(
         await soak.run()
         async with (
             open_device() as device,
-            open_executor(device, target.manifest, _golden_config(max_inflight)) as executor,
+            open_executor(
+                device, target.manifest, _golden_config(target.manifest, max_inflight)
+            ) as executor,
         ):
             return soak, await check(executor, said)
 
@@ -373,25 +409,29 @@ def _random_faults(
         return target.exit_code("faults", 1)
     soak, report = result
     evidence = soak.evidence
-    complaints = evidence.complaints + ([] if report.passed else [str(report.first_difference)])
+    # So few faults may strike that the first request is not even through.
+    complaints = [text for text in evidence.complaints if text != NOTHING_COMPLETED]
+    if not report.passed:
+        complaints.append(f"golden afterwards: {report.first_difference}")
     if as_json:
-        print_json(evidence.to_json() | {"golden": report.passed, "complaints": complaints})
+        facts = {"golden": report.passed, "complaints": complaints, "passed": not complaints}
+        print_json(evidence.to_json() | facts)
     else:
-        _print_soak(soak, f"{sum(evidence.injected.values()):,} random faults")
+        _print_soak(soak, f"{sum(evidence.injected.values()):,} random faults", complaints)
         console().print(f"golden afterwards: {report.equal} of {report.compared} equal")
     return 1 if complaints else 0
 
 
 @click.command()
-@click.option("--hours", type=click.FloatRange(min=0, min_open=True, max=10_000),
+@click.option("--hours", type=_Finite(min=0, min_open=True, max=10_000),
               help="Of the device's time.  [default: 24]")  # fmt: skip
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True, max=600_000),
+@click.option("--minutes", type=_Finite(min=0, min_open=True, max=600_000),
               help="Of the device's time, instead of hours.")  # fmt: skip
 @click.option("--max-inflight", default=2, show_default=True, type=click.IntRange(1, 64))
 @click.option("--semantics", "preset_name", default="full-duplex", show_default=True)
 @click.option("--reset", type=click.Choice([scope.value for scope in ResetScope]), default="device",
               show_default=True, help="What a simulated reset resets.")  # fmt: skip
-@click.option("--faults-per-hour", default=30.0, show_default=True, type=click.FloatRange(0, 1e5))
+@click.option("--faults-per-hour", default=30.0, show_default=True, type=_Finite(0, 1e5))
 @click.option("--clients", default=6, show_default=True, type=click.IntRange(1, 1000))
 @click.option("--golden", "file", type=click.Path(path_type=Path),
               help="A recording for the warm-up; without one, the reference.")  # fmt: skip
@@ -428,6 +468,7 @@ def soak(
     total_ns = round((minutes / 60 if minutes is not None else hours or 24) * NS_PER_HOUR)
     target = _Target(device_name, manifest_name, timing, seed)
     said = target.golden(file, 6)
+    semantics = _semantics(preset_name, max_inflight, reset)
     spec = SoakSpec(total_ns, seed, max_inflight, clients, faults_per_hour, restart=not no_restart)
     metrics = None if metrics_port is None else PrometheusMetrics()
     with ExitStack() as stack:
@@ -450,7 +491,7 @@ def soak(
 
         failure: ServiceFailed | None = None
         try:
-            target.run(_semantics(preset_name, reset), main)
+            target.run(semantics, main)
         except ServiceFailed as error:
             failure = error
     evidence = made[0].evidence
@@ -458,13 +499,13 @@ def soak(
     if as_json:
         print_json(evidence.to_json())
     else:
-        _print_soak(made[0], f"{format_ns(evidence.ran_ns)} on {device_name}")
+        _print_soak(made[0], f"{format_ns(evidence.ran_ns)} on {device_name}", evidence.complaints)
     if failure is not None:
         raise failure
     return target.exit_code("soak", 1 if evidence.complaints else 0)
 
 
-def _print_soak(soak: Soak, what: str) -> None:
+def _print_soak(soak: Soak, what: str, complaints: list[str]) -> None:
     evidence, screen = soak.evidence, console()
     table = Table(title=f"Soak: {what}, seed {soak.spec.seed}", show_header=False)
     table.add_column("", no_wrap=True)
@@ -497,9 +538,9 @@ def _print_soak(soak: Soak, what: str) -> None:
         screen.print(f"restarted {count:,} ×: {escape(reason)}")
     if len(kinds) > _MOST_REASONS:
         screen.print(f"and for {len(kinds) - _MOST_REASONS:,} other reasons; --json has them all")
-    for complaint in evidence.complaints:
+    for complaint in complaints:
         screen.print(f"NOT RIGHT: {escape(complaint)}")
-    verdict = "passed" if not evidence.complaints else "FAILED"
+    verdict = "passed" if not complaints else "FAILED"
     screen.print(f"soak {verdict}" + (f" until {evidence.stopped_by}" if evidence.stopped_by else ""))
 
 

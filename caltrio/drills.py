@@ -37,6 +37,7 @@ from .tomlfile import Ns
 Facts = dict[str, str]
 
 MS = 1_000_000
+_LONGEST_S = 900  # of the device's time, for one drill
 _SENTINEL = np.float32(-12345.0)
 
 
@@ -151,8 +152,13 @@ class Bench:
         facts["Wait()"] = "returned" if caller.job_id in self.device.waited else "not returned"
         if job is not None and job.kv is not None:
             facts["KV"] = job.kv.state.value
-            lost = job.state is JobState.QUARANTINED
-            facts["buffer"] = "quarantined" if lost else "given back"
+            slot = self.device.slots.get(caller.job_id)
+            lost = [
+                event.slot
+                for event in self.since
+                if isinstance(event, BufferQuarantined) and "generation ended" not in event.reason
+            ]
+            facts["buffer"] = "quarantined" if slot in lost else "given back"
         return facts | self.service()
 
     def service(self) -> Facts:
@@ -271,7 +277,7 @@ def _struck(point: Point, code: int = 0, *, alone: bool = False) -> Callable[[Se
             facts["others"] = "no wrong token" if other.ended != "WRONG TOKEN" else "WRONG TOKEN"
             facts["runtime calls"] = _calls(calls)
             reasons = [e.reason for e in bench.since if isinstance(e, BufferQuarantined)]
-            facts["slot"] = next((r for r in reasons if "slices" in r), "")
+            facts["slot"] = next((r for r in reasons if "slices" in r), "slices undone")
             facts["generation"] = str(bench.core.generation.generation_id)
             facts |= await bench.afterwards()
             return facts
@@ -478,6 +484,7 @@ async def _lost_beside_nan(setup: Setup) -> Facts:
         facts = bench.service()
         job = bench.job(lost.job_id)
         facts["lost job"] = "still owned" if job is None else job.state.value
+        facts["NaN"] = "delivered" if nan.ended in ("right tokens", "WRONG TOKEN") else "held back"
         return facts | await bench.afterwards()
 
 
@@ -491,8 +498,8 @@ def _recovering(facts: Facts) -> Callable[[bool], Facts]:
 
 
 _ROLLED_BACK = {"KV": "rolled_back", "buffer": "given back", "infer()": "not called"}
-_SPOILED = {"KV": "unknown", "buffer": "quarantined", "infer()": "called", "Wait()": "returned",
-            "others": "no wrong token"}  # fmt: skip
+_SPOILED = {"KV": "unknown", "buffer": "quarantined", "slot": "slices undone",
+            "infer()": "called", "Wait()": "returned", "others": "no wrong token"}  # fmt: skip
 
 DRILLS: tuple[Drill, ...] = (
     Drill(
@@ -621,6 +628,7 @@ BEYOND: tuple[Drill, ...] = (
     Drill(
         "lost+nan", "one job never returns, the next has NaN",
         lambda can_reset: {"lost job": "quarantined" if can_reset else "still owned",
+                           "NaN": "held back",
                            **_recovers(can_reset)}, _lost_beside_nan,
     ),
 )  # fmt: skip
@@ -631,7 +639,8 @@ async def run_drill(drill: Drill, setup: Setup) -> DrillResult:
     async with setup.open_device() as device:
         can_reset = device.capabilities.reset_scope == "device"
     try:
-        observed = await drill.run(setup)
+        with trio.fail_after(_LONGEST_S):
+            observed = await drill.run(setup)
     except (CaltrioError, AssertionError, trio.TooSlowError, BaseExceptionGroup) as error:
         observed = {"drill": f"ended with {type(error).__name__}: {error}"}
     return DrillResult(drill, drill.expected(can_reset), observed)

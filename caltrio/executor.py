@@ -36,7 +36,7 @@ from .events import Event, Listener
 from .manifest import Manifest, ManifestMismatch, ModelGeneration, TaskKind, bind
 from .prepare import HostMemory, host_memory
 from .stepdata import StepData
-from .timer import Rank
+from .timer import Rank, Timer
 from .timing import Stage
 
 WarmUp = Callable[["Executor"], Awaitable[str | None]]
@@ -138,6 +138,11 @@ class Executor:
     def generation(self) -> ModelGeneration:
         """The model that is loaded; another one after a recovery."""
         return self.core.generation
+
+    @property
+    def timer(self) -> Timer:
+        """The time that the executor and its device run in."""
+        return self._timer
 
     async def failed(self) -> NoReturn:
         """Wait until the executor has failed for good; for the task that supervises a service.

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from .capabilities import Capabilities
 from .codes import CalrtCode
+from .core.buffers import BufferSlot
 from .core.job import Job
 from .core.kv import KvManager
 from .device import Completion, Device, DeviceBuffers, WaitStatus
@@ -73,9 +74,14 @@ class Fault:
     point: Point = field(converter=Point)
     call: int | None = None
     job_id: int | None = None
-    times: float = 1
+    times: float = field(default=1)
     probability: float = field(default=1.0)
     code: int = 0
+
+    @times.validator
+    def _some(self, _attribute: object, value: float) -> None:
+        if not value >= 0:
+            raise ValueError(f"times is {value}; give 0 or more")
 
     @probability.validator
     def _is_one(self, _attribute: object, value: float) -> None:
@@ -84,6 +90,7 @@ class Fault:
 
 
 ALWAYS = math.inf
+_REMEMBERED = 1000  # jobs, by FaultyDevice
 
 
 class FaultPlan:
@@ -107,8 +114,9 @@ class FaultPlan:
 
     def add(self, fault: Fault) -> None:
         """One more."""
-        self._faults.append(fault)
-        self._left.append(fault.times)
+        if fault.times >= 1:
+            self._faults.append(fault)
+            self._left.append(fault.times)
 
     def strikes(self, point: Point, job: Job | None = None) -> Fault | None:
         """The fault that strikes this call, if one does."""
@@ -198,6 +206,13 @@ def _code(fault: Fault) -> int:
     return fault.code or CODES[fault.point]
 
 
+def _note(ids: list[int], one: int) -> None:
+    """Remember ``one``, and not all there ever were: a soak runs for days."""
+    ids.append(one)
+    if len(ids) > _REMEMBERED:
+        del ids[0]
+
+
 class FaultyDevice:
     """Any :class:`~caltrio.device.Device`, with the faults of a plan.
 
@@ -209,6 +224,7 @@ class FaultyDevice:
         self.inner, self.plan = inner, plan
         self.inferred: list[int] = []
         self.waited: list[int] = []
+        self.slots: dict[int, BufferSlot] = {}  # of the jobs inferred, the last few
         self.configured: list[int] = []
         self._held: list[Completion] = []
         self._ready: deque[Completion] = deque()
@@ -242,7 +258,7 @@ class FaultyDevice:
 
     async def configure(self, generation: ModelGeneration) -> int:
         """The code that is injected, or the device's."""
-        self.configured.append(generation.generation_id)
+        _note(self.configured, generation.generation_id)
         fault = self.plan.strikes(Point.CONFIGURE)
         return await self.inner.configure(generation) if fault is None else _code(fault)
 
@@ -261,7 +277,11 @@ class FaultyDevice:
         if fault is not None:
             await trio.lowlevel.checkpoint()
             return _code(fault)
-        self.inferred.append(job.job_id)
+        _note(self.inferred, job.job_id)
+        assert job.lease is not None
+        self.slots[job.job_id] = job.lease.slot
+        if len(self.slots) > _REMEMBERED:
+            del self.slots[next(iter(self.slots))]
         return await self.inner.infer(job)
 
     async def wait(self) -> Completion:
@@ -269,7 +289,10 @@ class FaultyDevice:
         while True:
             if self._ready:
                 await trio.lowlevel.checkpoint()
-                return self._ready.popleft()
+                done = self._ready.popleft()
+                if not done.job.final:
+                    _note(self.waited, done.job.job_id)
+                return done
             done = await self.inner.wait()
             job = done.job
             if job.final:
@@ -283,7 +306,7 @@ class FaultyDevice:
             if self._ready:  # what was held back comes first
                 self._ready.append(done)
                 continue
-            self.waited.append(job.job_id)
+            _note(self.waited, job.job_id)
             return done
 
     def _spoiled(self, done: Completion) -> Completion:

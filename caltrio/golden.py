@@ -7,6 +7,7 @@ A golden comes from a file that an earlier run recorded, or, for devices that co
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from .errors import InputError, InvalidArgument, RequestError
 from .executor import Executor
+from .timer import Rank
 from .tokens import ReferenceSequence
 from .workload.requests import stream
 
@@ -126,7 +128,9 @@ class GoldenReport:
             self.equal += 1
         elif self.first_difference is None:
             self.first_difference = difference
-        if got.logits is None:
+        if got.logits is None:  # it said nothing: that agrees with nothing
+            self._judge(same=False, overlap=0.0)
+            self.cosine = 0.0
             return
         ours, golden = got.logits, _floats(got.case.logits)
         if np.array_equal(ours, golden):
@@ -151,10 +155,8 @@ class GoldenReport:
 
 
 def _likeliest(logits: NDArray[np.float32], count: int = 5) -> list[int]:
-    """The likeliest entries, the first one first."""
-    count = min(count, logits.size)
-    best = np.argpartition(-logits, count - 1)[:count]
-    return [int(entry) for entry in best[np.argsort(-logits[best], kind="stable")]]
+    """The likeliest entries, the first one first; ties as ``argmax`` breaks them."""
+    return [int(entry) for entry in np.argsort(-logits, kind="stable")[:count]]
 
 
 def _floats(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
@@ -172,6 +174,8 @@ async def check(executor: Executor, golden: Golden, *, width: int = 8) -> Golden
         async def one(
             index: int, case: Case, limit: trio.CapacityLimiter, gots: dict[int, _Got]
         ) -> None:
+            # In their order: trio starts tasks in any, and a difference must be seen again.
+            await executor.timer.sleep_until_ns(executor.timer.now_ns(), Rank.ARRIVAL, index)
             async with limit:
                 try:
                     gots[index] = await _generate(executor, case, len(case.tokens))
@@ -194,39 +198,51 @@ async def refusals(executor: Executor) -> str | None:
             return f"a prompt of {longest} and a decode step was admitted"
     except InvalidArgument:
         pass
-    async with executor.sequence(longest, 1) as sequence:
-        await sequence.prefill(np.zeros(longest, np.int32))
-        try:
-            await sequence.decode(0)
-        except InvalidArgument:
-            return None
+    except RequestError as error:
+        return f"a prompt of {longest} and a decode step: {error}"
+    try:
+        async with executor.sequence(longest, 1) as sequence:
+            await sequence.prefill(np.zeros(longest, np.int32))
+            try:
+                await sequence.decode(0)
+            except InvalidArgument:
+                return None
+    except RequestError as error:
+        return f"a prompt of {longest}: {error}"
     return f"a decode step after {longest} tokens ran"
 
 
-def prompts(vocab: int, count: int, *, lengths: bool = True) -> list[tuple[str, tuple[int, ...], int]]:
+def prompts(
+    vocab: int, count: int, *, lengths: bool = True, max_seq: int = 40960
+) -> list[tuple[str, tuple[int, ...], int]]:
     """(group, prompt, how many tokens) of a full golden: the same in every run.
 
     Args:
         vocab: entries of the vocabulary.
         count: prompts of 1 to 256 tokens, with 16 tokens each.
         lengths: also the lengths of §13.1, and two sequences that alternate for 1000 tokens.
+        max_seq: positions of the model; what does not fit is left out or cut.
     """
     random = stream(13, "golden")
 
-    def prompt(length: int) -> tuple[int, ...]:
-        return tuple(random.integers(vocab, size=length).tolist())
+    def case(group: str, length: int, tokens: int) -> tuple[str, tuple[int, ...], int]:
+        length = min(length, max_seq)
+        prompt = tuple(random.integers(vocab, size=length).tolist())
+        return group, prompt, min(tokens, max_seq - length + 1)
 
-    made = [("prompts", prompt(int(random.integers(1, 257))), 16) for _ in range(count)]
+    made = [case("prompts", int(random.integers(1, 257)), 16) for _ in range(count)]
     if lengths:
-        made += [("lengths", prompt(length), 2) for length in LENGTHS]
-        made += [("alternating", prompt(length), ALTERNATING_TOKENS) for length in (7, 8)]
+        made += [case("lengths", length, 2) for length in LENGTHS if length < max_seq]
+        made += [case("alternating", length, ALTERNATING_TOKENS) for length in (7, 8)]
     return made
 
 
-def reference_golden(model: str, vocab: int, count: int, *, lengths: bool = True) -> Golden:
-    """The golden of the reference token model, in plain Python."""
+def reference_golden(
+    model: str, vocab: int, count: int, *, lengths: bool = True, max_seq: int = 40960
+) -> Golden:
+    """The golden of the reference token model, in plain Python; arguments as of :func:`prompts`."""
     cases = []
-    for group, prompt, tokens in prompts(vocab, count, lengths=lengths):
+    for group, prompt, tokens in prompts(vocab, count, lengths=lengths, max_seq=max_seq):
         sequence = ReferenceSequence(vocab, prompt)
         logits = np.frombuffer(sequence.logits(), np.uint16)
         said = []
@@ -243,7 +259,8 @@ async def record(executor: Executor, count: int, *, lengths: bool = True) -> Gol
     vocab = manifest.submodels[0].logits.shape[-1]
     nothing = np.zeros(0, np.uint16)
     cases = []
-    for group, prompt, tokens in prompts(vocab, count, lengths=lengths):
+    asked = prompts(vocab, count, lengths=lengths, max_seq=manifest.max_seq)
+    for group, prompt, tokens in asked:
         got = await _generate(executor, Case(group, prompt, (0,) * tokens, nothing), tokens)
         assert got.logits is not None
         bits = (got.logits.view(np.uint32) >> 16).astype(np.uint16)
@@ -261,35 +278,58 @@ def save(golden: Golden, path: Path) -> None:
         arrays[name] = np.array([entry for row in rows for entry in row], np.int32)
         arrays[f"{name}_len"] = np.array([len(row) for row in rows], np.int64)
     arrays["logits"] = np.stack([case.logits for case in golden.cases])
-    with path.open("wb") as file:
+    unfinished = path.with_name(f"{path.name}.part")
+    with unfinished.open("wb") as file:
         np.savez_compressed(file, **arrays)
+    unfinished.replace(path)  # whole, or not there
 
 
 def load(path: Path) -> Golden:
     """Read a golden. Raises :class:`InputError` for a file that is not one."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))
             if about["schema"] != _SCHEMA:
                 raise ValueError(f"schema {about['schema']} is not {_SCHEMA}")
-            rows = {}
-            for name in ("prompt", "tokens"):
-                ends = np.cumsum(file[f"{name}_len"])
-                if not ends.size or ends[-1] != file[name].size:
-                    raise ValueError(f"{name} and {name}_len do not fit")
-                rows[name] = np.split(file[name], ends[:-1])
-            logits, vocab = file["logits"], int(about["vocab"])
-            if logits.dtype != np.uint16 or logits.shape != (len(about["groups"]), vocab):
+            vocab, groups = about["vocab"], about["groups"]
+            if type(vocab) is not int or vocab < 1 or not all(type(g) is str for g in groups):
+                raise ValueError("vocab or groups are of the wrong kind")
+            prompts_of, tokens_of = (_rows(file, name, vocab) for name in ("prompt", "tokens"))
+            logits = file["logits"]
+            if logits.dtype != np.uint16 or logits.shape != (len(groups), vocab):
                 raise ValueError(f"logits are {logits.dtype} {logits.shape}")
+            if not np.isfinite(_floats(logits)).all():
+                raise ValueError("logits hold NaN or infinity")
             cases = tuple(
                 Case(group, tuple(prompt.tolist()), tuple(tokens.tolist()), row)
                 for group, prompt, tokens, row in zip(
-                    about["groups"], rows["prompt"], rows["tokens"], logits, strict=True
+                    groups, prompts_of, tokens_of, logits, strict=True
                 )
             )
             return Golden(str(about["model"]), vocab, cases, path.name)
-    except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        EOFError,
+        RuntimeError,
+        BadZipFile,
+        zlib.error,
+    ) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise InputError(
             str(path), "", f"is not a golden: {text}", "make one with 'caltrio golden record'"
         ) from error
+
+
+def _rows(file: Any, name: str, vocab: int) -> list[NDArray[np.int32]]:
+    """The rows of token ids that a file holds end to end."""
+    values, lengths = file[name], file[f"{name}_len"]
+    if values.dtype.kind not in "iu" or lengths.dtype.kind not in "iu" or values.ndim != 1:
+        raise ValueError(f"{name} are {values.dtype}, their lengths {lengths.dtype}")
+    if lengths.ndim != 1 or not lengths.size or lengths.min() < 1 or lengths.sum() != values.size:
+        raise ValueError(f"{name} and {name}_len do not fit: {values.size} values of {name}")
+    if not 0 <= values.min() <= values.max() < vocab:
+        raise ValueError(f"{name} holds {values.min()} to {values.max()}, outside 0 to {vocab - 1}")
+    return np.split(values, np.cumsum(lengths)[:-1])

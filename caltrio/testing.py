@@ -160,7 +160,7 @@ def _run(main: Callable[[OpenDevice], Awaitable[T]], options: DeviceOptions) -> 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Device]:
         semantics = evolve(options.semantics, engines=4, submit_when_full=SubmitWhenFull.BLOCK)
-        yield FakeDevice(100_000, semantics=semantics, manifest=options.model)
+        yield FakeDevice(4_000_000, semantics=semantics, manifest=options.model)
 
     return trio.run(main, opened)
 

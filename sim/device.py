@@ -145,8 +145,13 @@ class SimDevice:
 
     def _transfer(self, job: Job) -> Transfer:
         memory = host_memory(job)
-        name = memory.contract.exact_name, memory.contract.csr_total_seq
-        return Transfer(cast(MappedBuffers, memory.buffers), job.sequence_id, self._csrs[name])
+        contract = memory.contract
+        cur_len, total_len = (
+            self._csrs[contract.exact_name, name]
+            for name in (contract.csr_cur_seq, contract.csr_total_seq)
+        )
+        buffers = cast(MappedBuffers, memory.buffers)
+        return Transfer(buffers, job.sequence_id, cur_len, total_len)
 
     def _read(self, job: Job) -> None:
         if job.job_id in self._transfers and self._model is not None:

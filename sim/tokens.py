@@ -19,6 +19,7 @@ from caltrio.timing import mix64
 from caltrio.tokens import MULTIPLIER, TOP_LOGITS, bf16_bits
 
 _U64 = np.uint64
+_MOST_CELLS = 1 << 20  # of one sequence: whatever a CSR says, the card has no more
 
 
 def _scatter(entries: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -35,10 +36,12 @@ class Transfer:
 
     buffers: MappedBuffers
     sequence_id: int
-    total_len: int  # the CSR's value at submit
+    cur_len: int  # the CSRs' values at submit: tokens before the job,
+    total_len: int  # and after it
     tokens: NDArray[np.int32] | None = None
     positions: NDArray[np.int32] | None = None
-    before: NDArray[np.int64] | None = None
+    where: NDArray[np.int64] | None = None  # the cells that it wrote, and
+    before: NDArray[np.int64] | None = None  # what they held
 
 
 class SimKv:
@@ -114,12 +117,16 @@ class TokenModel:
         tokens, positions = transfer.tokens, transfer.positions
         assert tokens is not None
         assert positions is not None
-        kv, total = self._kv(), transfer.total_len
-        cells = kv.of(transfer.sequence_id, max(total, int(positions.max(initial=0)) + 1))
-        inside = (positions >= 0) & (positions < kv.allowed.get(transfer.sequence_id, 0))
-        where = positions[inside]
+        kv = self._kv()
+        allowed = kv.allowed.get(transfer.sequence_id, 0)
+        total = max(min(transfer.total_len, _MOST_CELLS), 0)
+        # Written where the CSR and the position agree, inside what Apply() allowed; else lost.
+        expected = transfer.cur_len + np.arange(tokens.size)
+        right = (positions == expected) & (expected >= 0) & (expected < allowed)
+        where = transfer.where = expected[right]
+        cells = kv.of(transfer.sequence_id, max(total, allowed))
         transfer.before = cells[where]
-        cells[where] = tokens[inside]
+        cells[where] = tokens[right]
         output = transfer.buffers.host[transfer.buffers.contract.logits.name]
         self._logits(cells[:total], output[-self._vocab :])
 
@@ -141,12 +148,11 @@ class TokenModel:
 
     def failed(self, transfer: Transfer) -> None:
         """The job is to have failed: leave its KV as the hypothesis says."""
-        if transfer.positions is None or transfer.before is None:
+        where, before = transfer.where, transfer.before
+        if where is None or before is None:
             return
-        kv = self._kv()
-        cells = kv.of(transfer.sequence_id, int(transfer.positions.max(initial=0)) + 1)
-        where = transfer.positions[transfer.positions < kv.allowed.get(transfer.sequence_id, 0)]
+        cells = self._kv().of(transfer.sequence_id, 0)
         if self._after_failure is KvAfterFailedWait.UNCHANGED:
-            cells[where] = transfer.before
+            cells[where] = before
         elif self._after_failure is KvAfterFailedWait.UNKNOWN:
             cells[where] ^= 0x5555  # neither the old nor the new

@@ -3,6 +3,7 @@
 import json
 import zipfile
 from collections import deque
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -46,9 +47,7 @@ SMALL = evolve(
         for graph in BASE.submodels
     ),
 )
-TIMING = profile(
-    submit=40_000, h2d=20_000, compute=10**6, d2h=30_000, interrupt=15_000, post=100_000
-)
+TIMING = profile(submit=40_000, h2d=20_000, compute=10**6, d2h=30_000, interrupt=15_000, post=100_000)
 REFERENCE = reference_golden("small", VOCAB, 10, lengths=False)
 
 
@@ -71,7 +70,7 @@ def checked(golden=REFERENCE, **kwargs):
     return on_sim(lambda executor: check(executor, golden), **kwargs)
 
 
-# --- what is asked ------------------------------------------------------------------------------------
+# --- what is asked --------------------------------------------------------------------------------
 
 
 def test_the_reference_golden_is_the_reference():
@@ -89,9 +88,7 @@ def test_a_hundred_prompts_and_the_lengths_of_the_specification():
     assert len({prompt for _, prompt, _ in made}) == 113
     lengths = [(len(prompt), tokens) for group, prompt, tokens in made if group == "lengths"]
     # §13.1; two tokens, so that a decode step follows each
-    assert lengths == [
-        (length, 2) for length in (1, 2, 15, 16, 17, 127, 128, 1024, 4095, 4096, 40959)
-    ]
+    assert lengths == [(length, 2) for length in (1, 2, 15, 16, 17, 127, 128, 1024, 4095, 4096, 40959)]
     assert [tokens for *_, tokens in made[-2:]] == [1000, 1000]
     assert all(1 <= len(prompt) <= 256 for _, prompt, _ in made[:100])
     everything = [token for _, prompt, _ in made for token in prompt]
@@ -100,7 +97,7 @@ def test_a_hundred_prompts_and_the_lengths_of_the_specification():
     assert prompts(151_936, 100, lengths=False) == made[:100]
 
 
-# --- a right device passes --------------------------------------------------------------------------
+# --- a right device passes ------------------------------------------------------------------------
 
 
 def test_the_same_check_is_the_same_run():
@@ -181,7 +178,7 @@ def test_every_length_and_two_alternating_sequences():
     assert all(lengths.count(length) == 1 for length in (*LENGTHS[1:], 7, 8, 40960))
     ids = [sequence for sequence, _ in order[-2 * ALTERNATING_TOKENS - 1 : -1]]
     assert len(set(ids)) == 2
-    changes = sum(one != other for one, other in zip(ids, ids[1:], strict=False))
+    changes = sum(one != other for one, other in pairwise(ids))
     assert changes > 1900  # they alternate, all the way
 
 
@@ -224,7 +221,7 @@ def test_the_warm_up_is_a_prefill_and_two_decode_steps():
     assert KIND.run(main, options) == ([0, 1, 2], 3)
 
 
-# --- a wrong one fails, with the right figures ------------------------------------------------------------
+# --- a wrong one fails, with the right figures ----------------------------------------------------
 
 
 def bf16(bits):
@@ -234,9 +231,11 @@ def bf16(bits):
 def figures(pairs):
     """top1, top5, max_abs, max_rel, cosine of (ours, golden) rows, with exact ties broken by place."""
     top1, top5, most, relative, cosine = [], [], 0.0, 0.0, 1.0
-    for ours, golden in pairs:
-        ours, golden = ours.astype(float).tolist(), golden.astype(float).tolist()
-        best = [sorted(range(len(row)), key=lambda e, row=row: (-row[e], e))[:5] for row in (ours, golden)]
+    for rows in pairs:
+        ours, golden = (row.astype(float).tolist() for row in rows)
+        best = [
+            sorted(range(len(row)), key=lambda e, row=row: (-row[e], e))[:5] for row in (ours, golden)
+        ]
         top1.append(best[0][0] == best[1][0])
         top5.append(len(set(best[0]) & set(best[1])) / 5)
         for one, other in zip(ours, golden, strict=True):
@@ -268,7 +267,9 @@ def meddle(monkeypatch, change):
         logits = buffers.host[buffers.contract.logits.name]
         change(logits, transfer.total_len)
         if transfer.positions[0] == 0:
-            rows.append((self._kv().cells[transfer.sequence_id][: transfer.total_len].tolist(), logits.copy()))
+            rows.append(
+                (self._kv().cells[transfer.sequence_id][: transfer.total_len].tolist(), logits.copy())
+            )
 
     monkeypatch.setattr(TokenModel, "write", write)
     return rows
@@ -306,7 +307,9 @@ def test_the_first_difference_is_that_of_the_first_case(monkeypatch):
     ))  # fmt: skip
     report = checked(wrong, max_inflight=2)
     assert (report.compared, report.equal) == (10, 8)
-    assert f"prompt of {len(case.prompt)} tokens: token 0 is {case.tokens[0]}, " in report.first_difference
+    assert (
+        f"prompt of {len(case.prompt)} tokens: token 0 is {case.tokens[0]}, " in report.first_difference
+    )
 
 
 def test_other_logits_with_the_same_tokens_pass_with_their_figures(monkeypatch):
@@ -344,7 +347,7 @@ def test_wrong_logits_everywhere_have_the_right_figures(monkeypatch):
 
 
 def test_ties_count_as_the_device_breaks_them(monkeypatch):
-    """BF16 has few digits, so that equal logits are common: the likeliest is the first, as for argmax."""
+    """BF16 has few digits, so equal logits are common: the likeliest is the first, as for argmax."""
     rng = np.random.default_rng(3)
 
     def change(logits, length):
@@ -418,7 +421,7 @@ def test_a_failed_device_is_reported_as_one():
     assert said is not None
 
 
-# --- a pool that hands out what is in use -----------------------------------------------------------------
+# --- a pool that hands out what is in use ---------------------------------------------------------
 
 
 def any_slot_in_flight(self, kind, engine):
@@ -465,7 +468,7 @@ def test_a_buffer_that_is_reused_in_flight_fails_the_golden(monkeypatch, broken,
     assert checked(semantics=semantics, max_inflight=2).passed
 
 
-# --- files ----------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def assert_equal(one, other):
@@ -552,7 +555,7 @@ SPOILED = {
     "one row of lengths less": (
         lambda p: p.update(tokens_len=p["tokens_len"][:2] + np.array([0, 16])), "shorter",
     ),
-    "logits as floats": (lambda p: cut(p, "logits", lambda a: a.astype(np.float32)), "logits are float32"),
+    "logits as floats": (lambda p: cut(p, "logits", lambda a: a.astype("f4")), "logits are float32"),
     "a row of logits less": (lambda p: cut(p, "logits", lambda a: a[1:]), "(2, 64)"),
     "another vocabulary": (lambda p: about(p, vocab=65), "(3, 64)"),
     "a group less": (lambda p: about(p, groups=["prompts"] * 2), "(3, 64)"),
@@ -627,7 +630,7 @@ def test_no_damage_goes_unnoticed(good, tmp_path):
                 read = load(path)
             except InputError:
                 refused += 1
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is told
                 others.add(f"{type(error).__name__} at {at} of {len(whole)}: {error}")
             else:
                 assert_equal(read, evolve(REFERENCE, cases=REFERENCE.cases[:3]))

@@ -84,7 +84,7 @@ def said(prompts, count, **kwargs):
     return on_sim(main, **kwargs)
 
 
-# --- the definition ------------------------------------------------------------------------------
+# --- the definition -------------------------------------------------------------------------------
 
 CHUNKS = st.lists(st.lists(st.integers(0, 63), min_size=1, max_size=12), min_size=1, max_size=4)
 PLANS = st.lists(st.tuples(CHUNKS, st.integers(0, 4)), min_size=1, max_size=4)
@@ -147,7 +147,7 @@ def test_without_tokens_nothing_is_computed():
     assert run_virtual(opened, Costs(BUSY, small(), 0)) == ([0.0] * 64, {})
 
 
-# --- the KV ------------------------------------------------------------------------------------------
+# --- the KV ---------------------------------------------------------------------------------------
 
 
 def test_kv_has_a_capacity():
@@ -200,7 +200,7 @@ def transfer_of(kv, tokens, positions, *, total, after=KvAfterFailedWait.UNKNOWN
     memory.positions[: len(positions)] = positions
     for tensor in (contract.tokens, contract.position):
         assert buffers.slice(tensor.name, 0, 4 * len(tokens)) == 0
-    model, transfer = TokenModel(64, lambda: kv, after), Transfer(buffers, 7, total)
+    model, transfer = TokenModel(64, lambda: kv, after), Transfer(buffers, 7, positions[0], total)
     model.read(transfer)
     return model, transfer, memory.logits
 
@@ -284,7 +284,7 @@ def test_a_failed_job_spoils_no_other_sequence():
     )
 
 
-# --- what goes wrong, shows --------------------------------------------------------------------------
+# --- what goes wrong, shows -----------------------------------------------------------------------
 
 PROMPTS = [[1, 2, 3, 4], [9, 8, 7, 6, 5]]
 
@@ -415,7 +415,7 @@ def test_what_is_broken_shows_as_wrong_tokens(monkeypatch, broken, max_inflight)
     assert said(PROMPTS, 8, max_inflight=max_inflight) != right()
 
 
-# --- when the memory is read and written ---------------------------------------------------------------
+# --- when the memory is read and written ----------------------------------------------------------
 
 
 def meddled(at_ns, meddle, *, timing=EQUAL):
