@@ -35,7 +35,7 @@ from .events import (
 )
 from .executor import Executor, open_executor
 from .faults import Fault, FaultPlan, FaultyDevice, Point
-from .golden import Golden
+from .golden import Golden, GoldenReport, check
 from .manifest import Manifest
 from .tokens import ReferenceSequence
 
@@ -125,6 +125,7 @@ class Evidence:
     longest_allowed_ns: int = 0
     leased: int = 0
     memory: list[tuple[float, int]] = field(factory=list)  # (share of the run, resident bytes)
+    golden: GoldenReport | None = None  # of the end; None if the last executor has failed
     stopped_by: str | None = None
 
     @property
@@ -151,6 +152,8 @@ class Evidence:
             found.append(f"{len(self.unexplained)} faults nobody injected: {self.unexplained[0]}")
         if self.memory_growth_bytes > _GROWTH_BYTES:
             found.append(f"memory grew by {self.memory_growth_bytes / 2**20:.0f} MiB after warm-up")
+        if self.golden is not None and not self.golden.passed:
+            found.append(f"golden afterwards: {self.golden.first_difference}")
         if not self.requests["completed"]:
             found.append(NOTHING_COMPLETED)
         return found
@@ -176,6 +179,7 @@ class Evidence:
             "leased_at_end": self.leased,
             "memory_bytes": [size for _, size in self.memory],
             "memory_growth_bytes": self.memory_growth_bytes,
+            "golden_at_end": None if self.golden is None else self.golden.passed,
             "stopped_by": self.stopped_by,
             "complaints": self.complaints,
             "passed": not self.complaints,
@@ -252,6 +256,7 @@ class Soak:
                     warm_up=self._golden.warm_up,
                 ) as executor:
                     await self._traffic(executor)
+                    await self._check_golden(executor)
             except ServiceFailed as error:
                 evidence.restarts.append(error.reason)
                 if not self.spec.restart:
@@ -272,6 +277,16 @@ class Soak:
                 for index in range(self.spec.clients):
                     clients.start_soon(self._client, executor, index)
             life.cancel_scope.cancel()
+        executor.check()
+
+    async def _check_golden(self, executor: Executor) -> None:
+        """At the end of the traffic, on the executor that went through it all (§13.2)."""
+        self._plan.active = False
+        with trio.fail_after(self.spec.longest_wait_ns / 1e9):
+            while not executor.core.health.ready:
+                executor.check()
+                await trio.sleep(0.1)
+        self.evidence.golden = await check(executor, self._golden)
         executor.check()
 
     async def _watch(self, executor: Executor, life: trio.CancelScope) -> None:
@@ -363,7 +378,8 @@ class Soak:
         if isinstance(event, JobEnded):
             evidence.jobs += 1
         elif isinstance(event, RequestEnded):
-            if not event.request.warmup and event.request.outcome is not None:
+            golden = event.request.warmup or not self._plan.active
+            if not golden and event.request.outcome is not None:
                 evidence.requests[event.request.outcome.value] += 1
         elif isinstance(event, DeviceFault):
             if event.phase == Phase.PREPARE:  # these calls name no job: each strike explains one

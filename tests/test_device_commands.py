@@ -396,7 +396,7 @@ def test_random_faults_are_those_of_the_seed(as_json):
 def test_random_faults_with_a_wrong_card_are_exit_code_1(as_json, monkeypatch):
     shift(monkeypatch)
     monkeypatch.setattr(caltrio.golden.Golden, "warm_up", None)
-    facts = as_json("faults", "--random", "20", code=1)
+    facts = as_json("faults", "--random", "150", code=1)
     assert facts["complaints"]
     assert facts["passed"] is False
 
