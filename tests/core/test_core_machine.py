@@ -294,6 +294,16 @@ class CoreMachine(RuleBasedStateMachine):
             self.core.start_failed("wrong tokens", self.now)
             assert self.core.lifecycle is LifecycleState.FAILED
 
+    @precondition(lambda self: self.submitted and self.core.health.ready and self.core.health.can_reset)
+    @rule()
+    def a_job_is_lost_over_a_reset(self):
+        """All the way at once: random steps seldom go it."""
+        self.core._distrust("the device does not answer", None, self.now)
+        self.grace_ends()
+        if self.core.reset_due:
+            self.reset_ends(code=0, warm=True)
+            assert all(job.final for job in self.submitted)
+
     @precondition(lambda self: self.next_id > 8)
     @rule()
     def shut_down(self):
