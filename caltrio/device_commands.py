@@ -22,7 +22,7 @@ from .drills import BEYOND, DRILLS, DrillResult, Setup, run_drill
 from .errors import InputError, ServiceFailed
 from .executor import open_executor
 from .golden import Golden, GoldenReport, check, load, record, reference_golden, refusals, save
-from .manifest import Manifest, load_manifest
+from .manifest import Manifest, TaskKind, load_manifest
 from .observe.prometheus import PrometheusMetrics
 from .output import console, print_json, progress
 from .scenario import preset
@@ -36,8 +36,9 @@ from .units import format_ns
 T = TypeVar("T")
 
 # What differs between restarts of one kind.
-_WHICH = re.compile(r"(?<=\bjob) \d+|(?<=\brequest) -?\d+| \[.*\]")
+_WHICH = re.compile(r"(?<=\bjob) \d+|(?<=\brequest) -?\d+| \[[A-Z_]+; [^]]*\]")
 _MOST_REASONS = 8
+_DRILL_CASES = 4  # prompts that the drills use
 
 
 def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,6 +87,9 @@ class _Target:
     def __init__(self, device_name: str, manifest_name: str, timing: str, seed: int) -> None:
         self.kind: DeviceKind = device_kind(device_name)
         self.manifest: Manifest = load_manifest(manifest_name)
+        for needed in (TaskKind.PREFILL_IDS, TaskKind.DECODE):
+            if needed not in self.manifest.by_kind:
+                raise InputError("--manifest", manifest_name, f"has no graph for {needed.value}")
         self.vocab = self.manifest.submodels[0].logits.shape[-1]
         self._timing, self._seed = load_timing(timing), seed
         self.stopped_by: str | None = None
@@ -99,7 +103,7 @@ class _Target:
             async with stoppable() as stop:
                 result = await main(open_device)
             self.stopped_by = None if stop.by is None else stop.by.name
-            return result
+            return result if stop.by is None else None
 
         return self.kind.run(stoppable_main, options)
 
@@ -314,6 +318,11 @@ def faults(
     target = _Target(device_name, manifest_name, timing, seed)
     semantics = _semantics(preset_name, max_inflight, reset)
     said = target.golden(file, 6)
+    if len(said.cases) < _DRILL_CASES or min(len(case.tokens) for case in said.cases) < 3:
+        problem = f"has {len(said.cases)} cases"
+        raise InputError(
+            "--golden", str(file), problem, f"give {_DRILL_CASES} or more, of 3 or more tokens"
+        )
     if count is not None and only:
         raise InputError("--only", "", "and --random exclude each other", "give one")
     if count is not None:

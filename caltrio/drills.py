@@ -641,6 +641,6 @@ async def run_drill(drill: Drill, setup: Setup) -> DrillResult:
     try:
         with trio.fail_after(_LONGEST_S):
             observed = await drill.run(setup)
-    except (CaltrioError, AssertionError, trio.TooSlowError, BaseExceptionGroup) as error:
+    except (CaltrioError, AssertionError, trio.TooSlowError, ExceptionGroup) as error:
         observed = {"drill": f"ended with {type(error).__name__}: {error}"}
     return DrillResult(drill, drill.expected(can_reset), observed)

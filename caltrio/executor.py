@@ -34,7 +34,7 @@ from .errors import (
 )
 from .events import Event, Listener
 from .manifest import Manifest, ManifestMismatch, ModelGeneration, TaskKind, bind
-from .prepare import HostMemory, host_memory
+from .prepare import HostMemory, UndeliverableError, host_memory
 from .stepdata import StepData
 from .timer import Rank, Timer
 from .timing import Stage
@@ -129,6 +129,7 @@ class Executor:
         self._recovery_wake = _Parking()
         self._ended = trio.Event()
         self._listener_failure: Exception | None = None
+        self._listener_wake = _Parking()
         self._armed_ns: int | None = None
         self._broken = False
         self._next_request_id = 0
@@ -165,8 +166,19 @@ class Executor:
         for listener in self._listeners:
             try:
                 listener(event)
-            except Exception as error:  # noqa: BLE001 - raised by _act(), once all is decided
+            except Exception as error:  # noqa: BLE001 - raised by a task of its own
                 self._listener_failure = self._listener_failure or error
+                self._listener_wake.signal()
+
+    async def _heed_listeners(self) -> NoReturn:
+        """A listener that raised ends the executor; here, where no decision is under way."""
+        await self._listener_wake.wait()
+        raise self._take_listener_failure()
+
+    def _take_listener_failure(self) -> Exception:
+        failure, self._listener_failure = self._listener_failure, None
+        assert failure is not None
+        return failure
 
     # --- the caller's side --------------------------------------------------------------------------
 
@@ -214,6 +226,12 @@ class Executor:
         warmup: bool = False,
     ) -> Sequence:
         """As :meth:`sequence`, for a caller who closes the sequence himself."""
+        for name, value in (("prompt_tokens", prompt_tokens), ("output_tokens", output_tokens)):
+            if not isinstance(value, (int, np.integer)):
+                raise InvalidArgument(f"{name} is {value!r}; give a whole number")
+        prompt_tokens, output_tokens = int(prompt_tokens), int(output_tokens)
+        if request_id is not None and (type(request_id) is not int or request_id < 0):
+            raise ValueError(f"request_id is {request_id!r}; give a whole number from 0")
         if request_id is None:
             request_id = self._next_warmup_id if warmup else self._next_request_id
         if warmup:
@@ -284,9 +302,6 @@ class Executor:
                 self._recovery_wake.signal()
             if core.lifecycle is LifecycleState.FAILED:
                 self._ended.set()
-        if self._listener_failure is not None:
-            failure, self._listener_failure = self._listener_failure, None
-            raise failure
 
     # --- the service tasks ----------------------------------------------------------------------------
 
@@ -336,7 +351,12 @@ class Executor:
                 await timer.work(Stage.POSTPROCESS, job)
             assert memory is not None
             # A reset may have come meanwhile; then the job has ended, and nobody reads this.
-            wrong = None if job.final else memory.deliver(job)
+            try:
+                wrong = None if job.final else memory.deliver(job)
+            except UndeliverableError as error:
+                core.delivery_failed(job, str(error), timer.now_ns())
+                self._act()
+                continue
             if wrong is None:
                 core.completed(job, timer.now_ns())
             else:
@@ -476,6 +496,7 @@ class Executor:
                     nursery.start_soon(self._completer)
                     nursery.start_soon(self._expirer)
                     nursery.start_soon(self._recoverer)
+                    nursery.start_soon(self._heed_listeners)
         finally:
             self._broken = True  # from here on nobody calls the device: do not wait for it
             self._drain_wake.signal()
@@ -520,7 +541,7 @@ class Sequence:
 
         Raises a :class:`~caltrio.errors.RequestError` that says what became of the job.
         """
-        given = self._array(tokens)
+        given = self._array(tokens).copy()  # what the caller does to his own is no matter then
         if given.ndim == 0 and given.dtype.kind in "iu":
             return await self._run(TaskKind.PREFILL_IDS, int(given), None)
         embeds = given.dtype.kind == "f" and given.ndim == 2
@@ -553,20 +574,25 @@ class Sequence:
         try:
             return np.asarray(values)
         except (ValueError, TypeError, OverflowError) as error:
-            raise InputMismatch(
-                f"request {self.request.request_id}: {error}; give a row of numbers",
-                Phase.PREPARE, 0, -1, self.request.sequence_id,
-                self._executor.generation.generation_id,
-            ) from error  # fmt: skip
+            raise self._mismatch(f"{error}; give a row of numbers") from error
+
+    def _mismatch(self, text: str) -> InputMismatch:
+        request = self.request
+        generation_id = self._executor.generation.generation_id
+        facts = (Phase.PREPARE, 0, -1, request.sequence_id, generation_id)
+        return InputMismatch(f"request {request.request_id}: {text}", *facts)
 
     def _out(self, out: NDArray[np.float32] | None, base: int) -> NDArray[np.float32]:
         """The caller's array, or the sequence's own from ``base`` on."""
+        if isinstance(out, np.ndarray):
+            return out
         if out is not None:
-            return self._array(out)
+            raise self._mismatch(f"out is a {type(out).__name__}; give a numpy array of float32")
         if self._logits is None:
             vocab = self._executor.manifest.submodels[0].logits.shape[-1]
             self._logits = np.empty(vocab, np.float32)
-        return self._logits[base:] if 0 <= base <= self._logits.size else self._logits
+        inside = type(base) is int and 0 <= base <= self._logits.size
+        return self._logits[base:] if inside else self._logits
 
     async def _run(self, kind: TaskKind, token_count: int, data: StepData | None) -> InferenceResult:
         job = await self._executor._run(self.request, kind, token_count, data)
@@ -631,11 +657,10 @@ async def open_executor(
             yield executor
         except BaseException as error:  # noqa: BLE001 - raised again below, outside the nursery's grouping
             failure = error
-        try:
-            with trio.CancelScope(shield=True):
-                await executor._drain()
-        except Exception as error:  # noqa: BLE001 - of a listener; the first failure counts
-            failure = failure or error
+        with trio.CancelScope(shield=True):
+            await executor._drain()
         services.cancel()
+        if executor._listener_failure is not None:
+            failure = failure or executor._take_listener_failure()
     if failure is not None:
         raise failure

@@ -7,11 +7,10 @@ A golden comes from a file that an earlier run recorded, or, for devices that co
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import trio
@@ -278,14 +277,23 @@ def save(golden: Golden, path: Path) -> None:
         arrays[name] = np.array([entry for row in rows for entry in row], np.int32)
         arrays[f"{name}_len"] = np.array([len(row) for row in rows], np.int64)
     arrays["logits"] = np.stack([case.logits for case in golden.cases])
-    unfinished = path.with_name(f"{path.name}.part")
-    with unfinished.open("wb") as file:
-        np.savez_compressed(file, **arrays)
-    unfinished.replace(path)  # whole, or not there
+    unfinished = None
+    try:
+        with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            unfinished = Path(file.name)
+            np.savez_compressed(file, **arrays)
+        unfinished.chmod(0o644)
+        unfinished.replace(path)  # whole, or as it was
+    except BaseException:
+        if unfinished is not None:
+            unfinished.unlink(missing_ok=True)
+        raise
 
 
 def load(path: Path) -> Golden:
     """Read a golden. Raises :class:`InputError` for a file that is not one."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise InputError(str(path), "", "is not a regular file", "name a golden")
     try:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))
@@ -307,19 +315,14 @@ def load(path: Path) -> Golden:
                 )
             )
             return Golden(str(about["model"]), vocab, cases, path.name)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        EOFError,
-        RuntimeError,
-        BadZipFile,
-        zlib.error,
-    ) as error:
-        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    except Exception as error:  # numpy, zip and json each have their own for damage
+        told = "it is damaged, or something else"
+        if isinstance(error, OSError) and error.strerror:
+            told = error.strerror
+        elif isinstance(error, ValueError | KeyError | TypeError) and "pickle" not in str(error):
+            told = str(error)[:200] or told
         raise InputError(
-            str(path), "", f"is not a golden: {text}", "make one with 'caltrio golden record'"
+            str(path), "", f"is not a golden: {told}", "make one with 'caltrio golden record'"
         ) from error
 
 

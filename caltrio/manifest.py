@@ -30,6 +30,8 @@ class TaskKind(StrEnum):
     VISION = "vision"
 
 
+_MOST_BYTES = 1 << 32  # of one tensor; its storage on the host is as large
+_MOST_VOCAB = 1 << 24
 DTYPE_BYTES = {"s32": 4, "bf16": 2, "f32": 4}
 
 # The key under which a graph's metadata gives the tile size of its logits: an assumption.
@@ -39,8 +41,8 @@ CALBIN_KEY = "calbin_sha256"
 
 
 def _positive(_instance: object, attribute: object, value: int) -> None:
-    if not 1 <= value < 2**63:
-        raise ValueError(f"{getattr(attribute, 'name', '')} is {value}; give 1 or more")
+    if not 1 <= value < 2**31:
+        raise ValueError(f"{getattr(attribute, 'name', '')} is {value}; give 1 to 2**31 - 1")
 
 
 @frozen
@@ -70,6 +72,8 @@ class TensorContract:
     @byte_size.validator
     def _fits(self, _attribute: object, byte_size: int) -> None:
         whole = prod(self.shape) * DTYPE_BYTES[self.dtype]
+        if whole > _MOST_BYTES:
+            raise ValueError(f"{list(self.shape)} of {self.dtype} is more than {_MOST_BYTES} bytes")
         if byte_size != whole:
             raise ValueError(
                 f"byte_size is {byte_size}, but {list(self.shape)} of {self.dtype} is {whole} bytes"
@@ -82,13 +86,28 @@ class SubmodelContract:
 
     kind: TaskKind
     exact_name: str
-    tokens: TensorContract
-    position: TensorContract
-    logits: TensorContract
+    tokens: TensorContract = field()
+    position: TensorContract = field()
+    logits: TensorContract = field()
     csr_cur_seq: str
     csr_total_seq: str
     max_batch: int = field(validator=_positive)
     max_seq: int = field(validator=_positive)
+
+    @tokens.validator
+    def _ids_or_embeddings(self, _attribute: object, tensor: TensorContract) -> None:
+        if tensor.dtype not in ("s32", "f32") or len(tensor.shape) < 2:
+            raise ValueError("tokens must be s32 or f32 of shape [batch, positions, …]")
+
+    @position.validator
+    def _whole_numbers(self, _attribute: object, tensor: TensorContract) -> None:
+        if tensor.dtype != "s32":
+            raise ValueError(f"position is {tensor.dtype}; it must be s32")
+
+    @logits.validator
+    def _bf16(self, _attribute: object, tensor: TensorContract) -> None:
+        if tensor.dtype != "bf16" or tensor.shape[-1] > _MOST_VOCAB:
+            raise ValueError(f"logits must be bf16 of at most {_MOST_VOCAB} vocabulary entries")
 
     @cached_property
     def token_bytes(self) -> int:
@@ -149,6 +168,9 @@ class Manifest:
             twice = [value for value, count in Counter(values).items() if count > 1]
             if twice:
                 raise ValueError(f"{what} {twice[0]!r} stands for two submodels; name each once")
+        vocabularies = {contract.logits.shape[-1] for contract in submodels}
+        if len(vocabularies) > 1:
+            raise ValueError(f"submodels have different vocabularies: {sorted(vocabularies)}")
 
     @cached_property
     def by_kind(self) -> Mapping[TaskKind, SubmodelContract]:

@@ -160,15 +160,21 @@ class HostMemory:
             rows = ours.byte_size // (2 * ours.shape[-1])
             self._layout = LogitsLayout(rows, ours.shape[-1], self.tile_d0)
         base, out = job.data.base, job.data.out
-        if job.answered:  # nobody reads it, and nothing may be written there any more
+        if job.answered or not out.flags.writeable:
+            # Nobody reads it, and nothing may be written there any more; it is checked all the same.
             if self._unread is None:
                 self._unread = np.empty(ours.shape[-1], np.float32)
             base, out = 0, self._unread
-        try:
-            bad = convert(self.logits, self._layout, self._layout.rows - 1, base, out)
-        except (TypeError, ValueError) as error:  # as if the caller froze the array meanwhile
-            return f"it could not be converted: {error}"
-        return f"{bad} of {out.size} logits are NaN or infinite" if bad else None
+        bad = convert(self.logits, self._layout, self._layout.rows - 1, base, out)
+        if bad:
+            return f"{bad} of {out.size} logits are NaN or infinite"
+        if out is self._unread and not job.answered:
+            raise UndeliverableError("the array was made read-only meanwhile")
+        return None
+
+
+class UndeliverableError(Exception):
+    """The output is right, and the caller's array cannot take it."""
 
 
 def host_memory(job: Job) -> HostMemory:

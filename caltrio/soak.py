@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from .events import (
     RequestEnded,
     StaleCompletion,
 )
-from .executor import Executor, open_executor
+from .executor import Executor, Sequence, open_executor
 from .faults import Fault, FaultPlan, FaultyDevice, Point
 from .golden import Golden, GoldenReport, check
 from .manifest import Manifest
@@ -218,7 +219,8 @@ class Soak:
         self._vocab = manifest.submodels[0].logits.shape[-1]
         self._strikes_at_ready = 0
         self._rebuilding = False
-        self._prepare_faults = 0
+        self._prepare_faults = self._strikes_at_configuring = 0
+        self._was_ready = False
         self._plan = FaultPlan([])
 
     def _stream(self, name: str) -> random.Random:
@@ -242,7 +244,8 @@ class Soak:
         """From the opening of an executor to its end, or to the end of the soak."""
         evidence = self.evidence
         async with self._open_device() as device:
-            self._prepare_faults = 0
+            self._prepare_faults = self._strikes_at_configuring = 0
+            self._was_ready = False
             self._plan = FaultPlan([], seed=self._random.randrange(2**63))
             faulty = FaultyDevice(device, self._plan)
             listeners = [self._listen, *self._listeners]
@@ -259,8 +262,8 @@ class Soak:
                     await self._check_golden(executor)
             except ServiceFailed as error:
                 evidence.restarts.append(error.reason)
-                if not self.spec.restart:
-                    raise
+                if not self.spec.restart or not (self._plan.injected or self._was_ready):
+                    raise  # nothing was done to it: a restart would only end the same way
                 await trio.sleep(5)  # a supervisor waits a little
             finally:
                 if executor is not None:
@@ -297,7 +300,8 @@ class Soak:
 
     async def _pause(self, draw: random.Random, mean_ns: float) -> bool:
         """Sleep a random time; is the soak still on?"""
-        await trio.sleep(draw.expovariate(1) * mean_ns / 1e9)
+        left_ns = max(self._end_ns - self._timer.now_ns(), 0)
+        await trio.sleep(min(draw.expovariate(1) * mean_ns, left_ns) / 1e9)
         return not self._over
 
     @property
@@ -322,7 +326,7 @@ class Soak:
             gc.collect()  # what waits for the collector is no leak
             self.evidence.memory.append((share, process.memory_info().rss))
             self._on_progress(min(share, 1.0))
-            await trio.sleep(max(each_ns, 1) / 1e9)
+            await trio.sleep(max(each_ns / 1e9, 1))
 
     async def _client(self, executor: Executor, index: int) -> None:
         draw = self._stream(f"client {index} {len(self.evidence.restarts)}")
@@ -347,9 +351,7 @@ class Soak:
     async def _request(self, executor: Executor, prompt: Any, count: int) -> None:
         reference = ReferenceSequence(self._vocab, prompt.tolist()) if self._reference else None
         token = -1
-        begin_ns = self._timer.now_ns()
-        async with executor.sequence(len(prompt), count) as sequence:
-            self._waited(begin_ns)
+        async with self._admitted(executor, len(prompt), count) as sequence:
             for step in range(count):
                 begin_ns = self._timer.now_ns()
                 try:
@@ -367,6 +369,17 @@ class Soak:
                     if token != reference.next_token():
                         self.evidence.wrong_tokens += 1
                     reference.feed(token)
+
+    @asynccontextmanager
+    async def _admitted(self, executor: Executor, prompt: int, count: int) -> AsyncIterator[Sequence]:
+        """A sequence, whose wait for admission is measured however it ends."""
+        async with AsyncExitStack() as stack:
+            begin_ns = self._timer.now_ns()
+            try:
+                sequence = await stack.enter_async_context(executor.sequence(prompt, count))
+            finally:
+                self._waited(begin_ns)
+            yield sequence
 
     def _waited(self, begin_ns: int) -> None:
         waited_ns = self._timer.now_ns() - begin_ns
@@ -391,9 +404,14 @@ class Soak:
             if not explained:
                 evidence.unexplained.append(str(event.job.error))
         elif isinstance(event, LifecycleChanged):
+            coming_up = (LifecycleState.CONFIGURING, LifecycleState.WARMING)
             if event.new is LifecycleState.CONFIGURING:
-                self._rebuilding = True
+                self._rebuilding, self._strikes_at_configuring = True, struck
+            elif event.old in coming_up and event.new is LifecycleState.FAILED:
+                if struck == self._strikes_at_configuring:
+                    evidence.unexplained.append(event.reason)
             elif event.new is LifecycleState.READY:
+                self._was_ready = True
                 evidence.recoveries += self._rebuilding
                 self._rebuilding, self._strikes_at_ready = False, struck
             elif (

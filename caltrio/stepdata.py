@@ -51,6 +51,8 @@ class StepData:
                 return f"{positions.size} positions for {token_count} tokens; give as many of both"
             if not np.array_equal(positions, np.arange(past_len, past_len + token_count)):
                 return f"positions do not run on from {past_len}, the tokens that the sequence holds"
+        if self.sequences < 1:
+            return f"{self.sequences} sequences in one job; give 1"
         return self._out_mismatch(vocab)
 
     def _out_mismatch(self, vocab: int) -> str | None:
@@ -62,6 +64,8 @@ class StepData:
                 f"out is {out.dtype} {out.shape}; "
                 "give a row of float32 that is contiguous, aligned and writable"
             )
+        if type(self.base) is not int:
+            return f"base is {self.base!r}; give a whole number"
         if not 0 <= self.base <= vocab or out.size > vocab - self.base:
             return f"{out.size} logits from entry {self.base} on are outside the vocabulary of {vocab}"
         return None

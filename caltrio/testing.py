@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from math import gcd
 from typing import TypeVar
 
 import numpy as np
@@ -87,7 +88,7 @@ class FakeDevice:
 
     def models(self) -> Sequence[DeviceModel]:
         """Exactly what the manifest says."""
-        return device_models(self.manifest, 16)
+        return device_models(self.manifest, gcd(16, self.manifest.submodels[0].logits.shape[-1]))
 
     async def configure(self, generation: ModelGeneration) -> int:
         """Remembers the generation."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from math import gcd
 from typing import TypeVar, cast
 
 from caltrio.capabilities import Capabilities
@@ -75,12 +76,14 @@ class SimDevice:
         self.semantics = semantics
         self.capabilities = Capabilities.assumed(semantics)
         self._manifest = manifest or load_manifest()
+        self._tile_d0 = gcd(TILE_D0, self._manifest.submodels[0].logits.shape[-1])
         self._kv_tokens = kv_tokens
         self.kv = SimKv(kv_tokens)
         self._model: TokenModel | None = None
         if tokens:
             vocab = self._manifest.submodels[0].logits.shape[-1]
-            self._model = TokenModel(vocab, lambda: self.kv, semantics.kv_after_failed_wait)
+            after = semantics.kv_after_failed_wait
+            self._model = TokenModel(vocab, lambda: self.kv, after, self._tile_d0)
         self._csrs: dict[tuple[str, str], int] = {
             (contract.exact_name, name): 0
             for contract in self._manifest.submodels
@@ -102,8 +105,8 @@ class SimDevice:
     # --- what the runtime holds ---------------------------------------------------------------------
 
     def models(self) -> Sequence[DeviceModel]:
-        """Exactly what the manifest says."""
-        return device_models(self._manifest, TILE_D0)
+        """Exactly what the manifest says, with the tile size of the current graph where it divides."""
+        return device_models(self._manifest, self._tile_d0)
 
     async def configure(self, generation: ModelGeneration) -> int:
         """Takes no time of its own: it is part of the reset's."""

@@ -93,9 +93,17 @@ class TokenModel:
         vocab: entries of the vocabulary.
         kv: gives the KV of the present configuration.
         after_failure: what a failed job leaves in it.
+        tile_d0: tile size of logits with more than one row; it divides ``vocab``.
     """
 
-    def __init__(self, vocab: int, kv: Callable[[], SimKv], after_failure: KvAfterFailedWait) -> None:
+    def __init__(
+        self,
+        vocab: int,
+        kv: Callable[[], SimKv],
+        after_failure: KvAfterFailedWait,
+        tile_d0: int = 1,
+    ) -> None:
+        self._tile_d0 = tile_d0
         self._vocab, self._kv, self._after_failure = vocab, kv, after_failure
         values = np.array([bf16_bits(step / 16 - 8) for step in range(256)], np.uint16)
         noise = values[(_scatter(np.arange(vocab, dtype=_U64)) & _U64(255)).astype(np.intp)]
@@ -108,7 +116,9 @@ class TokenModel:
         buffers, contract = transfer.buffers, transfer.buffers.contract
         taken = []
         for tensor in (contract.tokens, contract.position):
-            offset, size = buffers.slices.get(tensor.name, (0, tensor.byte_size))
+            # Of a tensor without a slice, as many as the CSRs say.
+            whole = 4 * max(transfer.total_len - transfer.cur_len, 0)
+            offset, size = buffers.slices.get(tensor.name, (0, min(whole, tensor.byte_size)))
             taken.append(buffers.host[tensor.name][offset // 4 : (offset + size) // 4].copy())
         transfer.tokens, transfer.positions = taken
 
@@ -128,7 +138,13 @@ class TokenModel:
         transfer.before = cells[where]
         cells[where] = tokens[right]
         output = transfer.buffers.host[transfer.buffers.contract.logits.name]
-        self._logits(cells[:total], output[-self._vocab :])
+        if output.size == self._vocab:
+            self._logits(cells[:total], output)
+            return
+        row = np.empty(self._vocab, np.uint16)  # the last of several, in tiles of d0
+        self._logits(cells[:total], row)
+        tiles = output.reshape(self._vocab // self._tile_d0, -1, self._tile_d0)
+        tiles[:, -1, :] = row.reshape(-1, self._tile_d0)
 
     def _logits(self, history: NDArray[np.int64], output: NDArray[np.uint16]) -> None:
         count = history.size

@@ -534,18 +534,20 @@ def test_no_saved_state(name):
             getattr(executor, f"state_{name}")()
 
 
-def test_a_defect_is_no_crash_of_the_caller(caplog):
+def test_a_defect_of_a_listener_is_no_crash_of_the_caller(caplog):
+    """It ends the executor, which says so to everybody from then on."""
+
     def listener(event):
         if isinstance(event, RequestEnded) and event.request.outcome is Outcome.REFUSED:
             raise ZeroDivisionError("a listener's own fault")
 
     with host(max_queue=0, max_active_sequences=1, listeners=[listener]) as executor:
         assert executor.calrt_decode(Batch([1], seq_id=0)) == 0
-        assert executor.calrt_decode(Batch([1], seq_id=1)) == -3
-        line = only_line(caplog).getMessage()
-        assert "ZeroDivisionError" in line
-        assert "a listener's own fault" in line
-        assert executor.calrt_decode(Batch([2], seq_id=0)) == 0
+        assert executor.calrt_decode(Batch([1], seq_id=1)) in (1, -2)  # it may be over by then
+        until(lambda: executor._ended)
+        caplog.clear()
+        assert executor.calrt_decode(Batch([2], seq_id=0)) == -2
+        assert "a listener's own fault" in only_line(caplog).getMessage()
 
 
 # --- the end ----------------------------------------------------------------------------------------

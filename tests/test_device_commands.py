@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
     # A context of 100, as another product may have.
     short = text.replace("163840", "400").replace("40960", "100")
     (tmp_path / "short.toml").write_text(short, encoding="utf-8")
-    save(reference_golden("small", 64, 3, lengths=False), tmp_path / "right.npz")
+    save(reference_golden("small", 64, 4, lengths=False), tmp_path / "right.npz")
     save(reference_golden("big", 128, 3, lengths=False), tmp_path / "big.npz")
     (tmp_path / "no.npz").write_bytes(b"nothing")
     (tmp_path / "used").mkdir()

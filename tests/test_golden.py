@@ -560,7 +560,7 @@ SPOILED = {
     "another vocabulary": (lambda p: about(p, vocab=65), "(3, 64)"),
     "a group less": (lambda p: about(p, groups=["prompts"] * 2), "(3, 64)"),
     "a pickled object": (
-        lambda p: p.update(prompt=np.array([{"a": 1}], dtype=object)), "allow_pickle",
+        lambda p: p.update(prompt=np.array([{"a": 1}], dtype=object)), "damaged, or something else",
     ),
     "tokens that are no whole numbers": (
         lambda p: cut(p, "tokens", lambda a: a.astype(np.float64) + 0.5), "float64",

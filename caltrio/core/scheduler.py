@@ -37,6 +37,7 @@ from ..events import (
     StaleCompletion,
 )
 from ..manifest import ModelGeneration, TaskKind
+from ..units import format_ns
 from .admission import Admission
 from .buffers import BufferPool, BufferSlot, SlotMemory
 from .checks import check_step
@@ -50,6 +51,13 @@ from .request import Outcome, RequestState
 if TYPE_CHECKING:
     from ..capabilities import Capabilities
     from ..stepdata import StepData
+
+
+_TIMEOUTS = {
+    Phase.ADMISSION: "admission_timeout",
+    Phase.QUEUE: "queue_timeout",
+    Phase.EXECUTE: "execution_timeout",
+}
 
 
 def _no_memory(_kind: TaskKind, _engine: int) -> SlotMemory | None:
@@ -217,7 +225,8 @@ class Core:
                 lambda now: self._leave_queue(
                     request,
                     DeadlineExceeded(
-                        f"request {request.request_id} waited {now - request.arrival_ns} ns for KV; "
+                        f"request {request.request_id} waited "
+                        f"{format_ns(now - request.arrival_ns)} for KV; "
                         "lower the load or raise admission_timeout"
                     ),
                     Outcome.EXPIRED,
@@ -421,7 +430,7 @@ class Core:
                 return
             error = DeadlineExceeded(
                 f"the {phase} deadline of job {job.job_id} passed; "
-                f"lower the load or raise the {phase} timeout",
+                f"lower the load or raise {_TIMEOUTS[phase]}",
                 *facts,
             )
             self._give_up(job, error, now_ns)
@@ -598,6 +607,20 @@ class Core:
         )  # fmt: skip
         self._spoil(job, error, now_ns)
         self._judge(job, 0, Phase.COMPLETE, CCU_EXCEPTION, now_ns, why=str(error.message))
+        self._settle(now_ns)
+
+    def delivery_failed(self, job: Job, why: str, now_ns: int) -> None:
+        """The output is right, but the caller's array does not take it: that is his error alone."""
+        if job.job_id not in self._completing:
+            return
+        assert job.kv is not None
+        self.kv.commit(job.kv)
+        del self._completing[job.job_id]
+        error = InvalidArgument(
+            f"the logits of job {job.job_id} could not be delivered: {why}",
+            Phase.COMPLETE, 0, job.job_id, job.sequence_id, job.generation_id,
+        )  # fmt: skip
+        self._retire(job, JobState.FAILED, error, now_ns)
         self._settle(now_ns)
 
     def _stale(self, job: Job, now_ns: int) -> None:
