@@ -39,6 +39,7 @@ from .faults import Fault, FaultPlan, FaultyDevice, Point
 from .golden import Golden, GoldenReport, check
 from .manifest import Manifest
 from .tokens import ReferenceSequence
+from .units import format_ns
 
 NOTHING_COMPLETED = "no request completed"
 NS_PER_HOUR = 3600 * 1_000_000_000
@@ -148,7 +149,8 @@ class Evidence:
         if self.leased:
             found.append(f"{self.leased} leases were left at the end")
         if self.longest_wait_ns > self.longest_allowed_ns:
-            found.append(f"a call took {self.longest_wait_ns} ns, above {self.longest_allowed_ns}")
+            took, allowed = format_ns(self.longest_wait_ns), format_ns(self.longest_allowed_ns)
+            found.append(f"a call took {took}, above {allowed}")
         if self.unexplained:
             found.append(f"{len(self.unexplained)} faults nobody injected: {self.unexplained[0]}")
         if self.memory_growth_bytes > _GROWTH_BYTES:
@@ -408,7 +410,8 @@ class Soak:
             if event.new is LifecycleState.CONFIGURING:
                 self._rebuilding, self._strikes_at_configuring = True, struck
             elif event.old in coming_up and event.new is LifecycleState.FAILED:
-                if struck == self._strikes_at_configuring:
+                ended = event.reason.startswith("shut down")  # by an interrupt of the soak
+                if struck == self._strikes_at_configuring and not ended:
                     evidence.unexplained.append(event.reason)
             elif event.new is LifecycleState.READY:
                 self._was_ready = True

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import trio.testing
-from attrs import evolve
+from support import small_manifest
 
 import caltrio.executor
 from caltrio.config import ExecutorConfig
@@ -20,7 +20,7 @@ from caltrio.events import BufferQuarantined, LifecycleChanged, StaleCompletion
 from caltrio.executor import open_executor
 from caltrio.faults import ALWAYS, CODES, Fault, FaultPlan, FaultyDevice, Point
 from caltrio.golden import check, reference_golden
-from caltrio.manifest import ManifestMismatch, ModelGeneration, load_manifest
+from caltrio.manifest import ManifestMismatch, ModelGeneration
 from caltrio.prepare import HostMemory
 from caltrio.semantics import EngineSemantics, ResetScope
 from caltrio.soak import NS_PER_HOUR, Soak, SoakSpec
@@ -30,15 +30,7 @@ from caltrio.tokens import generate
 from sim.device import KIND
 
 VOCAB = 64
-BASE = load_manifest()
-SMALL = evolve(
-    BASE,
-    name="small",
-    submodels=tuple(
-        evolve(graph, logits=evolve(graph.logits, shape=(1, 1, VOCAB), byte_size=2 * VOCAB))
-        for graph in BASE.submodels
-    ),
-)
+SMALL = small_manifest(VOCAB)
 TIMING = load_timing("qwen3-8b")
 GOLDEN = reference_golden("small", VOCAB, 6, lengths=False)
 ALL = {drill.name: drill for drill in (*DRILLS, *BEYOND)}
@@ -656,3 +648,21 @@ def test_a_hundred_random_faults_end_with_the_golden_equal(monkeypatch, scope):
     assert evidence.leased == 0
     assert report.passed
     assert Counter(evidence.endings)["answered"] > 0
+
+
+def test_an_interrupt_of_a_drill_is_no_observation():
+    """A drill that is cancelled ends; it does not report what it then did not see."""
+    ran = []
+
+    async def main(open_device):
+        async def hangs(setup):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.sleep_forever)
+
+        drill = evolve(ALL["FI02"], run=hangs)
+        with trio.move_on_after(1) as scope:
+            ran.append(await run_drill(drill, Setup(open_device, SMALL, GOLDEN, 1)))
+        return scope.cancelled_caught
+
+    assert KIND.run(main, DeviceOptions(EngineSemantics(), TIMING, model=SMALL))
+    assert ran == []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import trio.testing
 from attrs import evolve
-from support import profile
+from support import profile, small_manifest
 
 from caltrio.config import ExecutorConfig
 from caltrio.core.buffers import BufferLease, BufferPool
@@ -30,7 +30,6 @@ from caltrio.golden import (
     refusals,
     save,
 )
-from caltrio.manifest import load_manifest
 from caltrio.semantics import PRESETS, EngineSemantics
 from caltrio.testing import FakeDevice
 from caltrio.tokens import ReferenceSequence, generate
@@ -38,15 +37,7 @@ from sim.device import KIND
 from sim.tokens import TokenModel
 
 VOCAB = 64
-BASE = load_manifest()
-SMALL = evolve(
-    BASE,
-    name="small",
-    submodels=tuple(
-        evolve(graph, logits=evolve(graph.logits, shape=(1, 1, VOCAB), byte_size=2 * VOCAB))
-        for graph in BASE.submodels
-    ),
-)
+SMALL = small_manifest(VOCAB)
 TIMING = profile(submit=40_000, h2d=20_000, compute=10**6, d2h=30_000, interrupt=15_000, post=100_000)
 REFERENCE = reference_golden("small", VOCAB, 10, lengths=False)
 
@@ -647,3 +638,19 @@ def test_cases_compare_by_what_was_said():
 @pytest.fixture
 def autojump_clock():
     return trio.testing.MockClock(autojump_threshold=0)
+
+
+def test_a_recording_that_cannot_be_finished_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "golden.npz"
+    save(REFERENCE, path)
+    before = path.read_bytes()
+
+    def stops(file, **arrays):
+        file.write(b"half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez_compressed", stops)
+    with pytest.raises(KeyboardInterrupt):
+        save(REFERENCE, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]

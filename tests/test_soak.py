@@ -13,12 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 from attrs import evolve
+from support import small_manifest
 
 from caltrio.cli import run
 from caltrio.core.lifecycle import LifecycleState
 from caltrio.device import DeviceOptions
-from caltrio.golden import reference_golden
-from caltrio.manifest import load_manifest
+from caltrio.errors import ServiceFailed
+from caltrio.faults import Fault, Point
+from caltrio.golden import Golden, reference_golden
 from caltrio.semantics import EngineSemantics
 from caltrio.soak import NS_PER_HOUR, RANDOM_FAULTS, Evidence, Soak, SoakSpec
 from caltrio.timing import load_timing
@@ -27,15 +29,7 @@ from sim.tokens import TokenModel
 
 CALTRIO = Path(sys.executable).parent / "caltrio"
 VOCAB = 64
-BASE = load_manifest()
-SMALL = evolve(
-    BASE,
-    name="small",
-    submodels=tuple(
-        evolve(graph, logits=evolve(graph.logits, shape=(1, 1, VOCAB), byte_size=2 * VOCAB))
-        for graph in BASE.submodels
-    ),
-)
+SMALL = small_manifest(VOCAB)
 TIMING = load_timing("qwen3-8b")
 GOLDEN = reference_golden("small", VOCAB, 6, lengths=False)
 MINUTE = NS_PER_HOUR // 60
@@ -128,7 +122,7 @@ def grown(mib_at_end, begin=0.0):
 WRONG = {
     "1 tokens were wrong": {"wrong_tokens": 1},
     "2 leases were left at the end": {"leased": 2},
-    "a call took 11 ns, above 10": {"longest_wait_ns": 11},
+    "a call took 11 ns, above 10 ns": {"longest_wait_ns": 11},
     "1 faults nobody injected: device on fire": {"unexplained": ["device on fire"]},
     "memory grew by 23 MiB after warm-up": {"memory": grown(30)},
     "no request completed": {"requests": Counter(refused=3)},
@@ -384,3 +378,44 @@ def test_a_terminated_soak_prints_its_evidence_too(manifest):
     assert err == "caltrio soak: interrupted by SIGTERM\n"
     assert "leased at the end" in out
     assert out.rstrip().endswith("until SIGTERM")
+
+
+def test_a_warm_up_that_fails_by_itself_is_unexplained(no_collector, monkeypatch):
+    """The second generation's golden run is wrong, and nobody injected that."""
+    original = Golden.warm_up
+
+    async def wrong_the_second_time(self, executor):
+        if executor.generation.generation_id == 2:
+            return "wrong tokens"
+        return await original(self, executor)
+
+    monkeypatch.setattr(Golden, "warm_up", wrong_the_second_time)
+    monkeypatch.setattr("caltrio.soak.RANDOM_FAULTS", (Fault(Point.STATUS),))
+    _, evidence = soaked(faults_per_hour=400.0, duration_ns=8 * MINUTE)
+    assert evidence.restarts
+    assert any("wrong tokens" in reason for reason in evidence.unexplained)
+
+
+def test_a_golden_that_never_was_right_ends_the_soak(no_collector, monkeypatch):
+    """No restart would help: the first generation never came up, and nothing was done to it."""
+
+    async def wrong(self, executor):
+        return "wrong tokens"
+
+    monkeypatch.setattr(Golden, "warm_up", wrong)
+    with pytest.raises(ServiceFailed, match="wrong tokens"):
+        soaked()
+
+
+def test_the_wait_for_an_admission_that_fails_is_measured(no_collector, monkeypatch):
+    monkeypatch.setattr("caltrio.soak.RANDOM_FAULTS", (Fault(Point.KV, times=10**6),))
+    _, evidence = soaked(faults_per_hour=400.0, duration_ns=8 * MINUTE)
+    assert evidence.endings["DeadlineExceeded"]
+    assert evidence.longest_wait_ns == 20_000_000_000  # the admission timeout
+
+
+@pytest.mark.parametrize("duration_ns", [1, 3_600, 10**6, 10**9])
+def test_a_soak_of_no_time_ends(no_collector, duration_ns):
+    _, evidence = soaked(duration_ns=duration_ns)
+    assert evidence.leased == 0
+    assert len(evidence.memory) < 100

@@ -2,6 +2,7 @@
 
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 import trio
 import trio.testing
@@ -12,6 +13,7 @@ from caltrio.core.request import Outcome
 from caltrio.errors import (
     DeadlineExceeded,
     DeviceFailed,
+    InputMismatch,
     InvalidArgument,
     JobCancelled,
     ResourceExhausted,
@@ -22,6 +24,7 @@ from caltrio.events import BufferQuarantined, JobEnded, LifecycleChanged, Reques
 from caltrio.executor import open_executor
 from caltrio.manifest import load_manifest
 from caltrio.testing import FakeDevice
+from caltrio.tokens import ReferenceSequence
 
 MS = 1_000_000
 
@@ -412,3 +415,103 @@ async def test_too_many_in_flight_for_the_semantics(clock):
     with pytest.raises(ValueError, match="code 17"):
         async with opened(FakeDevice(semantics=EngineSemantics()), max_inflight=3):
             pass
+
+
+def raising_at(kind):
+    def listener(event):
+        if isinstance(event, kind):
+            raise ZeroDivisionError("a listener's own fault")
+
+    return listener
+
+
+async def test_a_listener_that_raises_while_its_caller_leaves_breaks_nothing(clock):
+    """Its error comes out of the executor, never out of the middle of trio."""
+    device = FakeDevice(busy_ns=50 * MS)
+    executor = None
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with open_executor(
+            device, load_manifest(), ExecutorConfig(), listeners=[raising_at(RequestEnded)]
+        ) as executor:
+            async with trio.open_nursery() as nursery:
+                for _ in range(2):
+
+                    async def leaves():
+                        with trio.move_on_after(0.01):
+                            async with executor.sequence(1, 1) as sequence:
+                                await sequence.prefill(1)
+
+                    nursery.start_soon(leaves)
+            await trio.sleep(1)
+    assert caught.group_contains(ZeroDivisionError)
+    assert not caught.group_contains(trio.TrioInternalError)
+    assert not executor.core.open
+    assert executor.core.pool.leased == 0
+
+
+async def test_a_listener_that_raises_at_the_very_end_is_told_too(clock):
+    with pytest.raises((ZeroDivisionError, BaseExceptionGroup)):
+        async with (
+            open_executor(
+                FakeDevice(), load_manifest(), ExecutorConfig(), listeners=[raising_at(RequestEnded)]
+            ) as executor,
+            executor.sequence(1, 1),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("base", [1.5, "x", None, True])
+async def test_a_base_that_is_no_whole_number_is_the_callers_error_alone(clock, base):
+    async with opened() as executor, executor.sequence(2, 1) as sequence:
+        for out in (None, np.zeros(10, np.float32)):
+            with pytest.raises(InputMismatch, match="base is"):
+                await sequence.prefill([1, 2], out=out, base=base)
+        assert executor.core.health.ready
+        await sequence.prefill([1, 2])
+
+
+async def test_an_array_that_is_frozen_in_flight_is_the_callers_error_alone(clock):
+    async with opened() as executor, executor.sequence(2, 3) as sequence:
+        out = np.full(10, -1, np.float32)
+
+        async def freezes():
+            with pytest.raises(InvalidArgument, match="read-only"):
+                await sequence.prefill([1, 2], out=out)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(freezes)
+            await trio.testing.wait_all_tasks_blocked()
+            out.flags.writeable = False
+        assert (out == -1).all()
+        assert executor.core.health.ready
+        assert not executor.core.pool.quarantined
+        await sequence.decode(3)  # the device did its work: the KV grew
+
+
+async def test_what_a_caller_does_to_his_tokens_later_does_not_matter(clock):
+    async with (
+        opened() as executor,
+        executor.sequence(1, 1) as first,
+        executor.sequence(2, 3) as queued,
+    ):
+        tokens = np.array([1, 2], np.int64)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(first.prefill, 1)
+            await until(lambda: executor.core.in_flight)
+            nursery.start_soon(queued.prefill, tokens)
+            await until(lambda: executor.core._ready)
+            tokens[:] = 2**40
+        result = await queued.decode(3)
+        assert int(result.logits.argmax()) == ReferenceSequence(151936, [1, 2, 3]).next_token()
+
+
+@pytest.mark.parametrize("sizes", [(1.5, 2), ("a", 1), (None, 1), (1, float("nan"))])
+async def test_sizes_that_are_no_whole_numbers(clock, sizes):
+    async with opened() as executor:
+        with pytest.raises(InvalidArgument, match="whole number"):
+            async with executor.sequence(*sizes):
+                pass
+        with pytest.raises(ValueError, match="request_id"):
+            await executor.admit(1, 1, request_id=-1)
+        async with executor.sequence(np.int8(100), np.int8(100)) as sequence:
+            assert sequence.request.kv_tokens == 199
