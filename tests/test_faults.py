@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import trio.testing
+from attrs import evolve
 from support import small_manifest
 
 import caltrio.executor
