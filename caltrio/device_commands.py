@@ -232,12 +232,13 @@ def golden_check(
         for name, limit in plan:
             result = target.run(_semantics(name, limit), _checker(target.manifest, recorded, limit))
             if result is None:
-                return target.exit_code("golden check", 1)
+                break  # interrupted; what had ended is shown
             rows.append((name, limit, *result))
             shown.advance(task)
-    passed = all(report.passed and refusal is None for *_, report, refusal, _ in rows)
+    complete = target.stopped_by is None
+    passed = complete and all(report.passed and refusal is None for *_, report, refusal, _ in rows)
     if as_json:
-        print_json({"golden": recorded.source, "passed": passed, "runs": [
+        print_json({"golden": recorded.source, "passed": passed, "complete": complete, "runs": [
             {"semantics": name, "max_inflight": limit, "cases": report.compared,
              "equal": report.equal, "tokens": report.tokens, "top1": report.top1,
              "top5_overlap": report.top5_overlap, "max_abs": report.max_abs,
@@ -247,7 +248,7 @@ def golden_check(
         ]})  # fmt: skip
     else:
         _print_golden(recorded, rows)
-    return 0 if passed else 1
+    return target.exit_code("golden check", 0 if passed else 1)
 
 
 def _checker(
@@ -343,7 +344,7 @@ def faults(
                 ),
             )
             if result is None:
-                return target.exit_code("faults", 1)
+                break  # interrupted; what had ended is shown
             results.append(result)
             shown.advance(task)
     if as_json:
@@ -351,7 +352,7 @@ def faults(
                      "expected": r.expected, "observed": r.observed} for r in results])  # fmt: skip
     else:
         _print_drills(results, device_name, max_inflight)
-    return 0 if all(result.passed for result in results) else 1
+    return target.exit_code("faults", 0 if all(result.passed for result in results) else 1)
 
 
 def _print_drills(results: list[DrillResult], device: str, max_inflight: int) -> None:

@@ -771,6 +771,8 @@ class Core:
     def _distrust(self, why: str, row: Verdict | None, now_ns: int) -> None:
         """The device may be in any state: take no work, and let it return what it has (§9.1)."""
         health = self.health
+        if health.lifecycle in (LifecycleState.FAILED, LifecycleState.CLOSED):
+            return  # it is over, and has said why
         health.distrust(row)
         health.fall_back(why, now_ns)
         if health.lifecycle in (LifecycleState.CONFIGURING, LifecycleState.WARMING):
