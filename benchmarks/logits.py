@@ -13,8 +13,9 @@ compared:
 What the ways with a temporary array take depends on whether the C library gives its pages back to
 the system in between, which it does in some runs and not in others: run this more than once.
 
-Where memory sets the pace, one pass (6 bytes read and written an entry) can win at most 18 / 6 = 3.0 over
-the zeroed two passes and 14 / 6 = 2.3 over the leaner ones; what is more than that is the cost of allocating.
+Where memory sets the pace, one pass (6 bytes read and written an entry) can win at most 18 / 6 = 3.0
+over the zeroed two passes and 14 / 6 = 2.3 over the leaner ones; more than that is the cost of
+allocating.
 
 The memory copy moves as many bytes as ours reads and writes together. "In cache": a way runs several
 times in a row, and what it touches stays near. "Out of cache": 32 MB are read before each call, as if
