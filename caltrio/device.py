@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from enum import IntEnum
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from attrs import define, field, frozen
@@ -154,6 +155,8 @@ class DeviceOptions:
         model: what the device is to hold.
         tokens: compute tokens too, not timing alone, where that is a choice.
         outside: other threads will hand in work; virtual time then waits for them.
+        calbin: the model file of a real device.
+        capabilities: what may be used of a real device; ``None``: its kind decides.
     """
 
     semantics: EngineSemantics
@@ -162,6 +165,8 @@ class DeviceOptions:
     model: Manifest = field(factory=load_manifest)
     tokens: bool = True
     outside: bool = False
+    calbin: Path | None = None
+    capabilities: Capabilities | None = None
 
 
 T = TypeVar("T")
