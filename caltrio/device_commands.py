@@ -15,14 +15,14 @@ from attrs import evolve
 from rich.markup import escape
 from rich.table import Table
 
-from .commands import json_option
+from .commands import device_option, json_option, manifest_option
 from .config import ExecutorConfig
 from .device import DeviceKind, DeviceOptions, OpenDevice, device_kind
 from .drills import BEYOND, DRILLS, DrillResult, Setup, run_drill
 from .errors import InputError, ServiceFailed
 from .executor import open_executor
-from .golden import Golden, GoldenReport, check, load, record, reference_golden, refusals, save
-from .manifest import Manifest, TaskKind, load_manifest
+from .golden import Golden, GoldenReport, check, golden_for, record, refusals, save
+from .manifest import Manifest, load_text_manifest
 from .observe.prometheus import PrometheusMetrics
 from .output import console, print_json, progress
 from .scenario import preset
@@ -44,10 +44,8 @@ _DRILL_CASES = 4  # prompts that the drills use
 def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say which device, and how."""
     for option in (
-        click.option("--device", "device_name", default="sim", show_default=True,
-                     help="A device; see 'caltrio devices'."),
-        click.option("--manifest", "manifest_name", default="qwen3-8b", show_default=True,
-                     help="What it holds: a manifest that ships, or a .toml file."),
+        device_option,
+        manifest_option,
         click.option("--timing", default="qwen3-8b", show_default=True,
                      help="Timing profile, where time is simulated."),
         click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
@@ -86,11 +84,7 @@ class _Target:
 
     def __init__(self, device_name: str, manifest_name: str, timing: str, seed: int) -> None:
         self.kind: DeviceKind = device_kind(device_name)
-        self.manifest: Manifest = load_manifest(manifest_name)
-        for needed in (TaskKind.PREFILL_IDS, TaskKind.DECODE):
-            if needed not in self.manifest.by_kind:
-                raise InputError("--manifest", manifest_name, f"has no graph for {needed.value}")
-        self.vocab = self.manifest.submodels[0].logits.shape[-1]
+        self.manifest: Manifest = load_text_manifest(manifest_name)
         self._timing, self._seed = load_timing(timing), seed
         self.stopped_by: str | None = None
 
@@ -106,22 +100,6 @@ class _Target:
             return result if stop.by is None else None
 
         return self.kind.run(stoppable_main, options)
-
-    def golden(self, file: Path | None, prompts: int, *, lengths: bool = False) -> Golden:
-        """The recording in ``file``, or without one that of the reference token model."""
-        if file is None:
-            longest = self.manifest.max_seq
-            return reference_golden(
-                self.manifest.name, self.vocab, prompts, lengths=lengths, max_seq=longest
-            )
-        recorded = load(file)
-        if recorded.vocab != self.vocab:
-            problem = f"has {recorded.vocab} logits, the manifest {self.vocab}"
-            raise InputError("--golden", str(file), problem, "record one of this model")
-        if recorded.model != self.manifest.name:
-            problem = f"is of model {recorded.model!r}, the manifest of {self.manifest.name!r}"
-            raise InputError("--golden", str(file), problem, "record one of this model")
-        return recorded
 
     def exit_code(self, command: str, code: int) -> int:
         """130 after an interrupt, else ``code``."""
@@ -220,7 +198,7 @@ def golden_check(
     differs.
     """
     target = _Target(device_name, manifest_name, timing, seed)
-    recorded = target.golden(file, prompts, lengths=True)
+    recorded = golden_for(target.manifest, file, prompts, lengths=True)
     if target.kind.time == "real" and not presets:
         presets = ("full-duplex",)  # a device of real time has semantics of its own
     rows = []
@@ -318,7 +296,7 @@ def faults(
     """
     target = _Target(device_name, manifest_name, timing, seed)
     semantics = _semantics(preset_name, max_inflight, reset)
-    said = target.golden(file, 6)
+    said = golden_for(target.manifest, file, 6)
     if len(said.cases) < _DRILL_CASES or min(len(case.tokens) for case in said.cases) < 3:
         problem = f"has {len(said.cases)} cases"
         raise InputError(
@@ -475,7 +453,7 @@ def soak(
         raise InputError("--minutes", "", "and --hours exclude each other", "give one")
     total_ns = round((minutes / 60 if minutes is not None else hours or 24) * NS_PER_HOUR)
     target = _Target(device_name, manifest_name, timing, seed)
-    said = target.golden(file, 6)
+    said = golden_for(target.manifest, file, 6)
     semantics = _semantics(preset_name, max_inflight, reset)
     spec = SoakSpec(total_ns, seed, max_inflight, clients, faults_per_hour, restart=not no_restart)
     metrics = None if metrics_port is None else PrometheusMetrics()

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from .errors import InputError, InvalidArgument, RequestError
 from .executor import Executor
+from .manifest import Manifest
 from .timer import Rank
 from .tokens import ReferenceSequence
 from .workload.requests import stream
@@ -250,6 +251,31 @@ def reference_golden(
             sequence.feed(said[-1])
         cases.append(Case(group, prompt, tuple(said), logits))
     return Golden(model, vocab, tuple(cases), "the reference token model")
+
+
+def golden_for(manifest: Manifest, file: Path | None, count: int, *, lengths: bool = False) -> Golden:
+    """The recording in ``file``, or without one that of the reference token model.
+
+    Args:
+        manifest: of the model.
+        file: a recording.
+        count: prompts of the reference.
+        lengths: of the reference, as of :func:`prompts`.
+
+    Raises :class:`InputError` for a file that is no golden, or one of another model.
+    """
+    vocab = manifest.submodels[0].logits.shape[-1]
+    if file is None:
+        longest = manifest.max_seq
+        return reference_golden(manifest.name, vocab, count, lengths=lengths, max_seq=longest)
+    recorded = load(file)
+    if recorded.vocab != vocab:
+        problem = f"has {recorded.vocab} logits, the manifest {vocab}"
+        raise InputError("--golden", str(file), problem, "record one of this model")
+    if recorded.model != manifest.name:
+        problem = f"is of model {recorded.model!r}, the manifest of {manifest.name!r}"
+        raise InputError("--golden", str(file), problem, "record one of this model")
+    return recorded
 
 
 async def record(executor: Executor, count: int, *, lengths: bool = True) -> Golden:

@@ -362,6 +362,18 @@ def load_manifest(name_or_path: str = "qwen3-8b") -> Manifest:
     return parse_manifest(read_text(path), str(path))
 
 
+def load_text_manifest(name_or_path: str) -> Manifest:
+    """As :func:`load_manifest`, of a model that continues a prompt of token ids.
+
+    Raises :class:`InputError` also if it has no graphs for that.
+    """
+    manifest = load_manifest(name_or_path)
+    for needed in (TaskKind.PREFILL_IDS, TaskKind.DECODE):
+        if needed not in manifest.by_kind:
+            raise InputError("--manifest", name_or_path, f"has no graph for {needed.value}")
+    return manifest
+
+
 def device_models(manifest: Manifest, tile_d0: int) -> list[DeviceModel]:
     """What a device that holds exactly ``manifest`` reports; for devices written in Python."""
     return [
