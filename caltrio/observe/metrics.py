@@ -102,8 +102,8 @@ class Summary:
         loaded_tokens_per_s: tokens delivered until the last admission, over the time until then:
             throughput without the tail in which the load has run out.
         ttft, tpot, itl, e2e, queueing: distributions over requests (itl over tokens).
-        utilisation: busy share of each stage and engine.
-        overlap: share of the device's busy time in which two or more jobs are on it.
+        utilisation: busy share of each stage and engine; NaN where the device reports no times.
+        overlap: share of the device's busy time in which two or more jobs are on it; NaN likewise.
         kv_mean_tokens, kv_peak_tokens: KV reserved.
     """
 
@@ -189,7 +189,7 @@ def summarise(jobs: Columns, requests: Columns) -> Summary:
     waited, admitted = _ints(requests, "arrival_ns", "admitted_ns")
     held_from, held_to, held = _ints(requests, "admitted_ns", "ended_ns", "kv_tokens")
 
-    on_device = occupancy(_ints(jobs, "h2d_start_ns", "d2h_end_ns"), span_ns)
+    on_device = _occupancy(jobs, "h2d_start_ns", "d2h_end_ns", span_ns)
     kv = occupancy((held_from, held_to), span_ns, held)
     rate = NS_PER_S / span_ns if span_ns else 0.0
     return Summary(
@@ -229,6 +229,15 @@ def _loaded_tokens_per_s(jobs: Columns, requests: Columns) -> float:
     return int((delivered <= until).sum()) * NS_PER_S / loaded_ns if loaded_ns else 0.0
 
 
+def _occupancy(jobs: Columns, start: str, end: str, span_ns: int) -> Occupancy:
+    """Of the device from ``start`` to ``end``; NaN if it returned jobs, but reports these for none."""
+    times = _ints(jobs, start, end)
+    if not len(times[0]) and len(_ints(jobs, "waited_ns")[0]):
+        nan = float("nan")
+        return Occupancy(nan, nan, nan, 0)
+    return occupancy(times, span_ns)
+
+
 def _dies(jobs: Columns) -> int:
     """Compute stages of a job: the same for every job of a run."""
     starts = jobs.select(["die_start_ns"]).column("die_start_ns")
@@ -243,9 +252,10 @@ def _utilisation(jobs: Columns, span_ns: int) -> dict[str, float]:
 
     stages = {
         "submitter": busy("infer_ns", "submitted_ns"),
-        "h2d": busy("h2d_start_ns", "h2d_end_ns"),
-        "compute": busy("compute_start_ns", "compute_end_ns"),
-        "d2h": busy("d2h_start_ns", "d2h_end_ns"),
+        **{
+            name: _occupancy(jobs, f"{name}_start_ns", f"{name}_end_ns", span_ns).busy
+            for name in ("h2d", "compute", "d2h")
+        },
         "completer": busy("waited_ns", "ended_ns", state="succeeded"),
     }
     dies = _dies(jobs)

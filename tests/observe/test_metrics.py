@@ -154,6 +154,20 @@ def test_dies_are_told_apart():
     assert utilisation["compute"] == pytest.approx(0.6)
 
 
+def test_stages_that_a_device_does_not_report_are_no_zeros():
+    reported = ("h2d", "compute", "d2h")
+    columns = [name for name in JOB_SCHEMA.names if name.startswith((*reported, "die"))]
+    silent = table(JOB_SCHEMA, [{**row, **dict.fromkeys(columns)} for row in JOBS.to_pylist()])
+    summary, full = summarise(silent, REQUESTS), summarise(JOBS, REQUESTS)
+    assert [name for name, share in summary.utilisation.items() if math.isnan(share)] == [*reported]
+    assert math.isnan(summary.overlap)
+    assert summary.to_json()["utilisation"]["compute"] is None
+    assert summary.utilisation["submitter"] == full.utilisation["submitter"]
+    # That no job ever came to the device is another matter: it was idle.
+    never = [{**row, "waited_ns": None} for row in silent.to_pylist()]
+    assert summarise(table(JOB_SCHEMA, never), REQUESTS).utilisation["compute"] == 0
+
+
 def test_no_rows_are_zeros_and_nulls():
     empty = summarise(JOB_SCHEMA.empty_table(), REQUEST_SCHEMA.empty_table())
     assert (empty.span_ns, empty.tokens_per_s, empty.overlap, empty.ttft.count) == (0, 0, 0, 0)
