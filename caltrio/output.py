@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +24,10 @@ from rich.progress import (
 
 from .errors import InputError
 
+# What any run may leave in its folder: the next one there, of whatever kind, removes all of it.
+RESULT_FILES = ("jobs.parquet", "requests.parquet", "summary.json", "trace.json", "timeline.svg",
+                "plan.json", "report.html", "comparison.svg", "utilisation.svg",
+                "timeline-*.svg")  # fmt: skip
 _LOCK = ".caltrio.lock"
 _LEAST_WIDTH = 120  # columns; a terminal that is narrower wraps lines, but loses nothing
 
@@ -38,6 +43,14 @@ def console() -> Console:
 def print_json(data: Any) -> None:
     """``data`` on standard output, for machines; an undefined number must be null by now."""
     print(json.dumps(data, indent=2, allow_nan=False))  # noqa: T201
+
+
+def after_signal(command: str, stopped_by: Signals | None, kept: str) -> int:
+    """The exit code, 0 or what a shell expects after a signal: then a line says what is ``kept``."""
+    if stopped_by is None:
+        return 0
+    print(f"caltrio {command}: interrupted by {stopped_by.name}; {kept}", file=sys.stderr)  # noqa: T201
+    return 128 + stopped_by
 
 
 def progress() -> Progress:

@@ -3,11 +3,10 @@
 from .clock import SimClock, VirtualDeadlock, run_virtual
 from .device import SimDevice
 from .plan import Plan, make_plan
-from .run import Run, simulate
+from .run import simulate
 
 __all__ = [
     "Plan",
-    "Run",
     "SimClock",
     "SimDevice",
     "VirtualDeadlock",

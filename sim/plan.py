@@ -14,19 +14,19 @@ import pyarrow.parquet as pq
 from attrs import define, evolve, frozen
 
 from caltrio.errors import InputError
+from caltrio.manifest import load_manifest
 from caltrio.observe.metrics import Summary, no_nan
 from caltrio.observe.records import JOB_SCHEMA, META_KEY, REQUEST_SCHEMA, TABLES
 from caltrio.scenario import Scenario, preset
 from caltrio.semantics import PRESETS
 from caltrio.workload.requests import Request
+from caltrio.workload.run import Run, about_run
 
 from .figures import comparison, timeline, utilisation
 from .report import write_report
-from .run import Run, about_run, simulate
+from .run import simulate
 
 DEFAULT_SCENARIO = Path(__file__).parent / "scenarios" / "plan.toml"
-PLAN_FILES = ("report.html", "jobs.parquet", "requests.parquet", "plan.json", "comparison.svg",
-              "utilisation.svg", "timeline-*.svg")  # fmt: skip
 
 MIN_GAIN = 0.10  # §13.3: aggregate tokens/s up by at least this
 LOW_LOAD = 0.5  # compute idles more than this with one in flight: the load decides, not the engines
@@ -171,7 +171,7 @@ def make_plan(
         requests = scenario.workload.build(scenario.seed, scenario.base)
     plan = Plan(scenario, [])
     done, total = 0, len(requests) * len(pairs)
-    with _PlanTables(folder, about_run(scenario, "sim")) as tables:
+    with _PlanTables(folder, about_run(scenario, "sim", load_manifest())) as tables:
         base: Run | None = None
         for name, limit in pairs:
             cell_scenario = evolve(

@@ -21,8 +21,9 @@ from caltrio.timing import (
     Transfer,
 )
 from caltrio.workload.requests import Request
+from caltrio.workload.run import Run
 from caltrio.workload.spec import ArrivalKind, Arrivals, Workload
-from sim.run import Run, simulate
+from sim.run import simulate
 
 MS = 1_000_000
 US = 1_000

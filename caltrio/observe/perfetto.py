@@ -94,9 +94,13 @@ class PerfettoTrace:
         self._lane_ends[track, lane] = end_ns
         return track if lane == 1 else f"{track} {lane}"
 
+    def begin(self, start_ns: int) -> None:
+        """The run starts only now, as after a warm-up; before the first job."""
+        self._start_ns = start_ns
+
     def __call__(self, event: Event) -> None:
         """Take in one fact."""
-        if not isinstance(event, JobEnded):
+        if not isinstance(event, JobEnded) or event.job.request.warmup:
             return
         if self._left <= 0:
             self.left_out += 1

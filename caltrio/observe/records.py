@@ -202,13 +202,16 @@ class Recorder:
         start_ns: int = 0,
         on_request: Callable[[], None] | None = None,
     ) -> None:
-        self.start_ns = start_ns
         self.complete = False
         self._about = dict(about)
         self._on_request = on_request
         paths = [None if folder is None else folder / f"{name}.parquet" for name in TABLES]
         self._jobs = _Table(JOB_SCHEMA, paths[0])
         self._requests = _Table(REQUEST_SCHEMA, paths[1])
+        self.begin(start_ns)
+
+    def begin(self, start_ns: int) -> None:
+        """The run starts only now, as after a warm-up; before the first row."""
         self._shift = _shifter(start_ns)
 
     def __call__(self, event: Event) -> None:

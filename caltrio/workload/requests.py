@@ -6,6 +6,7 @@ from zlib import crc32
 
 import numpy as np
 from attrs import frozen
+from numpy.typing import NDArray
 
 
 @frozen
@@ -29,3 +30,13 @@ def stream(seed: int, name: str) -> np.random.Generator:
 def stream_seed(seed: int, name: str) -> int:
     """64 bits of the stream ``name``, for a consumer that has a generator of its own."""
     return int(stream(seed, name).integers(2**64, dtype=np.uint64))
+
+
+def prompt_of(request: Request, seed: int, vocab: int, most: int) -> NDArray[np.int32]:
+    """The prompt of ``request``, ``[tokens]`` of ids below ``vocab``: the same in every run of a seed.
+
+    It ends at ``most`` tokens: no model takes a longer one, and a trace may tell of any length.
+    """
+    count = min(request.prompt_tokens, most)
+    random = stream(seed, f"prompt {request.request_id}")
+    return random.integers(vocab, size=count, dtype=np.int32)

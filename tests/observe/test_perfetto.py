@@ -114,14 +114,29 @@ def test_slices_are_the_records(tmp_path):
 
 
 def test_times_are_from_the_start_of_the_run(tmp_path):
-    def starts(start_ns):
+    def starts(start_ns, begin_ns=None):
         path = tmp_path / f"{start_ns}.json"
         with PerfettoTrace(path, EngineSemantics(), 10, start_ns=start_ns) as trace:
+            if begin_ns is not None:
+                trace.begin(begin_ns)
             run(burst(1), timing=TIMING, listeners=[trace])
         events = json.loads(path.read_text())["traceEvents"]
         return [event["ts"] for event in events if event["ph"] == "X"]
 
     assert starts(1_000) == pytest.approx([at - 1 for at in starts(0)])
+    assert starts(0, 1_000) == starts(1_000)
+
+
+def test_a_golden_run_is_not_shown(tmp_path):
+    times = JobTimings(0, ended_ns=9)
+    with PerfettoTrace(tmp_path / "t.json", EngineSemantics(), 100) as trace:
+        for index, warmup in enumerate((True, False)):
+            request = RequestState(index, 5, 1, 5, 0, warmup=warmup, sequence_id=index)
+            trace(JobEnded(9, Job(
+                index, request, index, index, 1, TaskKind.DECODE, 1, 5, 0, times, state=JobState.FAILED
+            )))  # fmt: skip
+    shown = tracks(json.loads((tmp_path / "t.json").read_text())["traceEvents"])
+    assert list(shown) == ["sequences/sequence 1"]
 
 
 def test_later_jobs_are_left_out_and_counted(tmp_path):

@@ -117,6 +117,16 @@ def test_times_are_from_the_start_of_the_run(tmp_path):
         assert left.to_pylist() == right.to_pylist()
 
 
+def test_a_run_may_begin_after_its_recorder():
+    plain = record(None).tables()
+    with Recorder(None, ABOUT) as recorder:
+        recorder.begin(10**9)
+        for event in events(start_ns=10**9):
+            recorder(event)
+    for left, right in zip(plain, recorder.tables(), strict=True):
+        assert left.to_pylist() == right.to_pylist()
+
+
 def test_the_files_are_valid_when_the_block_raises(tmp_path):
     def half_a_run():
         with Recorder(tmp_path, ABOUT) as recorder:
