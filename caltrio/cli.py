@@ -49,6 +49,7 @@ def caltrio() -> None:
       caltrio plan                 verdict per hypothesis, with a report
       caltrio semantics            what the hypotheses are
       caltrio simulate --help      one run, on a trace or on made-up requests
+      caltrio replay --help        the same run on a device
     """  # noqa: D301 - click wants the character, not its escape
 
 

@@ -441,7 +441,9 @@ def test_a_run_that_is_stopped_keeps_what_had_ended(tmp_path, good, stop):
     assert "(interrupted run)" in good("digest", "run", cwd=tmp_path)
 
 
-@pytest.mark.parametrize("command", ["", "simulate", "plan", "semantics", "devices", "digest"])
+@pytest.mark.parametrize(
+    "command", ["", "simulate", "replay", "plan", "semantics", "devices", "digest"]
+)
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help(tmp_path, good, command, flag):
     text = good(*command.split(), flag, cwd=tmp_path)
