@@ -13,7 +13,7 @@ from attrs import define, field, frozen
 from numpy.typing import NDArray
 
 from .capabilities import Capabilities
-from .core.job import Job
+from .core.job import CallTimes, Job
 from .core.kv import KvManager
 from .errors import InputError
 from .manifest import (
@@ -27,6 +27,9 @@ from .manifest import (
 from .semantics import EngineSemantics
 from .timer import Timer
 from .timing import TimingProfile
+
+WITHDRAWN = -1
+"""What :meth:`Device.infer` returns for a job that was withdrawn in time; no code of CalRT's."""
 
 
 class WaitStatus(IntEnum):
@@ -55,12 +58,16 @@ class StageTimes:
 
 @frozen
 class Completion:
-    """``Wait()`` has returned for ``job``: its return code, the buffer's status, the stage times."""
+    """``Wait()`` has returned for ``job``: its return code, the buffer's status, the stage times.
+
+    ``calls``: when the device's own threads made the calls, if it has such threads.
+    """
 
     job: Job
     rc: int
     status: WaitStatus
     stages: StageTimes
+    calls: CallTimes | None = None
 
 
 class DeviceBuffers(Protocol):
@@ -108,6 +115,23 @@ class Device(Protocol):
     def kv(self) -> KvManager:
         """The KV manager of what is configured now."""
 
+    @property
+    def ahead(self) -> int:
+        """Jobs beyond the in-flight limit that it takes and holds back itself: 0 or 1.
+
+        With 1, :meth:`infer` may be called while the limit is reached; the device submits the job
+        when :meth:`wait` is about to return another, without waiting for the executor.
+        """
+
+    def limit(self, max_inflight: int) -> None:
+        """The in-flight limit from here on, for a device that holds a job back."""
+
+    def withdraw(self, job: Job) -> None:
+        """Do not submit ``job`` any more, if that is still possible; :meth:`infer` then returns.
+
+        Nothing to do for a device that holds no job back.
+        """
+
     def models(self) -> Sequence[DeviceModel]:
         """``GetAllModels()``: every graph of the calbin, as the device reports it."""
 
@@ -124,7 +148,8 @@ class Device(Protocol):
         """Submit ``job``; returns the CalRT return code once the runtime has taken it or refused.
 
         May block while no engine slot is free. After code 0 the device owns the job's buffers
-        until :meth:`wait` has returned the job; after any other code it never touched them.
+        until :meth:`wait` has returned the job; after any other code, or after :data:`WITHDRAWN`,
+        it never touched them.
         """
 
     async def wait(self) -> Completion:

@@ -23,7 +23,7 @@ from .core.job import Job, JobTimings
 from .core.lifecycle import LifecycleState
 from .core.request import RequestState
 from .core.scheduler import Core
-from .device import Device, StageTimes, WaitStatus
+from .device import WITHDRAWN, Device, StageTimes, WaitStatus
 from .errors import (
     InputMismatch,
     InvalidArgument,
@@ -122,7 +122,10 @@ class Executor:
         self._timer = device.timer
         self._listeners = tuple(listeners)
         self._warm_up = warm_up
-        self.core = Core(config, device.semantics.engines, self._tell, device.capabilities)
+        self.core = Core(
+            config, device.semantics.engines, self._tell, device.capabilities, device.ahead
+        )
+        self._told_limit = 0
         self._submitter_wake = _Parking()
         self._timer_wake = _Parking()
         self._drain_wake = _Parking()
@@ -290,6 +293,13 @@ class Executor:
                 _wake(ended[0])
             else:
                 self._timer.in_turn([partial(_wake, one) for one in ended])
+        if core.to_withdraw:
+            withdrawn, core.to_withdraw = core.to_withdraw, []
+            for job in withdrawn:
+                self._device.withdraw(job)
+        if core.health.limit != self._told_limit:
+            self._told_limit = core.health.limit
+            self._device.limit(self._told_limit)
         if core.has_submission:
             self._submitter_wake.signal()
         next_ns = core.next_deadline_ns()
@@ -328,7 +338,10 @@ class Executor:
             rc = await device.infer(job)
             if rc != CalrtCode.SUCCESS:
                 memory.unload()
-            core.submit_returned(job, rc, timer.now_ns())
+            if rc == WITHDRAWN:
+                core.withdrawn(job, timer.now_ns())
+            else:
+                core.submit_returned(job, rc, timer.now_ns())
             self._act()
 
     async def _completer(self) -> NoReturn:
@@ -343,7 +356,9 @@ class Executor:
                 memory.unload()
             if not job.final:
                 job.stages = done.stages
-            convert = core.wait_returned(job, done.rc, timer.now_ns(), exception=failed)
+            convert = core.wait_returned(
+                job, done.rc, timer.now_ns(), exception=failed, calls=done.calls
+            )
             self._act()
             if not convert:
                 continue
@@ -403,6 +418,7 @@ class Executor:
     async def _bring_up(self, generation_id: int) -> None:
         """Check, load and warm up a generation: ``CONFIGURING``, ``WARMING``, ``READY``."""
         core, device = self.core, self._device
+        self._act()  # the device knows its limit before it is configured
         try:
             generation = bind(self.manifest, device.models(), generation_id)
         except ManifestMismatch as error:

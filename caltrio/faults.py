@@ -22,7 +22,7 @@ from .codes import CalrtCode
 from .core.buffers import BufferSlot
 from .core.job import Job
 from .core.kv import KvManager
-from .device import Completion, Device, DeviceBuffers, WaitStatus
+from .device import WITHDRAWN, Completion, Device, DeviceBuffers, WaitStatus
 from .manifest import DeviceModel, DeviceTensor, ModelGeneration, SubmodelContract
 from .prepare import host_memory
 from .semantics import EngineSemantics
@@ -249,6 +249,19 @@ class FaultyDevice:
         """As of the device, with faults."""
         return _FaultyKv(self.inner.kv, self.plan)
 
+    @property
+    def ahead(self) -> int:
+        """As of the device."""
+        return self.inner.ahead
+
+    def limit(self, max_inflight: int) -> None:
+        """As of the device."""
+        self.inner.limit(max_inflight)
+
+    def withdraw(self, job: Job) -> None:
+        """As of the device."""
+        self.inner.withdraw(job)
+
     def models(self) -> Sequence[DeviceModel]:
         """As of the device; one name off by a character while that is injected."""
         models = list(self.inner.models())
@@ -277,12 +290,15 @@ class FaultyDevice:
         if fault is not None:
             await trio.lowlevel.checkpoint()
             return _code(fault)
-        _note(self.inferred, job.job_id)
         assert job.lease is not None
-        self.slots[job.job_id] = job.lease.slot
-        if len(self.slots) > _REMEMBERED:
-            del self.slots[next(iter(self.slots))]
-        return await self.inner.infer(job)
+        slot = job.lease.slot
+        rc = await self.inner.infer(job)
+        if rc != WITHDRAWN:
+            _note(self.inferred, job.job_id)
+            self.slots[job.job_id] = slot
+            if len(self.slots) > _REMEMBERED:
+                del self.slots[next(iter(self.slots))]
+        return rc
 
     async def wait(self) -> Completion:
         """The next completion, with what is injected into it."""

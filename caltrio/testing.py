@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from math import gcd
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import trio
@@ -63,6 +63,8 @@ class FakeDevice:
         reset_code: what a reset returns; the default semantics have none to offer.
     """
 
+    ahead: ClassVar[int] = 0
+
     busy_ns: int = 1_000_000
     submit_codes: dict[int, int] = field(factory=dict)
     wait_codes: dict[int, int] = field(factory=dict)
@@ -85,6 +87,12 @@ class FakeDevice:
         self._due: deque[tuple[int, Job]] = deque()
         self._more = trio.Event()
         self._cells: dict[int, list[int]] = {}
+
+    def limit(self, max_inflight: int) -> None:
+        """Nothing to do: it holds no job back."""
+
+    def withdraw(self, job: Job) -> None:
+        """Nothing to do: it holds no job back."""
 
     def models(self) -> Sequence[DeviceModel]:
         """Exactly what the manifest says."""
@@ -262,7 +270,12 @@ async def _check_cancel(
             with trio.CancelScope() as scope:
                 async with executor.sequence(3, 1) as sequence, trio.open_nursery() as nursery:
                     nursery.start_soon(sequence.prefill, 3)
-                    await _until(lambda: bool(executor.core.in_flight))
+                    await _until(
+                        lambda: any(
+                            job.timings.submitted_ns is not None
+                            for job in executor.core.in_flight.values()
+                        )
+                    )
                     scope.cancel()
         _require(executor.core.pool.leased == 0, "a cancelled job kept its lease")
     jobs = [event.job for event in ended if isinstance(event, JobEnded)]

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from math import gcd
 from typing import TypeVar, cast
 
+from caltrio.assumed import RESET_NS, TILE_D0
 from caltrio.capabilities import Capabilities
 from caltrio.codes import CalrtCode
 from caltrio.core.job import Job
@@ -47,10 +48,6 @@ from .tokens import SimKv, TokenModel, Transfer
 
 T = TypeVar("T")
 
-# Assumptions (docs/assumptions.md): the vendor gives neither.
-TILE_D0 = 16  # what the metadata of the current graph says (§4.1)
-RESET_NS = 2_000_000_000  # a reset with the load of the model after it
-
 
 class SimDevice:
     """A :class:`caltrio.device.Device` in virtual time.
@@ -62,6 +59,8 @@ class SimDevice:
         tokens: compute tokens too; without, jobs only take time.
         kv_tokens: tokens of KV that the card has; ``None`` leaves the limit to the executor.
     """
+
+    ahead = 0
 
     def __init__(
         self,
@@ -103,6 +102,12 @@ class SimDevice:
         self._transfers: dict[int, Transfer] = {}
 
     # --- what the runtime holds ---------------------------------------------------------------------
+
+    def limit(self, max_inflight: int) -> None:
+        """Nothing to do: it holds no job back."""
+
+    def withdraw(self, job: Job) -> None:
+        """Nothing to do: it holds no job back."""
 
     def models(self) -> Sequence[DeviceModel]:
         """Exactly what the manifest says, with the tile size of the current graph where it divides."""

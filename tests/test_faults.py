@@ -445,7 +445,7 @@ def trusts_the_kv(monkeypatch):
 
 def ignores_codes_of_wait(monkeypatch):
     def make(original):
-        return lambda self, job, rc, now_ns, *, exception: original(
+        return lambda self, job, rc, now_ns, *, exception, calls: original(
             self, job, 0, now_ns, exception=exception
         )
 
@@ -454,7 +454,7 @@ def ignores_codes_of_wait(monkeypatch):
 
 def ignores_the_status(monkeypatch):
     def make(original):
-        return lambda self, job, rc, now_ns, *, exception: original(
+        return lambda self, job, rc, now_ns, *, exception, calls: original(
             self, job, rc, now_ns, exception=False
         )
 

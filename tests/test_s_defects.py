@@ -339,7 +339,7 @@ async def test_s05_a_failed_wait_is_no_success(clock, monkeypatch, script, kind)
     monkeypatch.setattr(
         Core,
         "wait_returned",
-        lambda self, job, rc, now_ns, *, exception: real(self, job, 0, now_ns, exception=False),
+        lambda self, job, rc, now_ns, *, exception, calls: real(self, job, 0, now_ns, exception=False),
     )
     assert (await failed_on_the_device(**script))[:3] == (None, True, KvTxnState.COMMITTED)
 

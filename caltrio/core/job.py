@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum, IntEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import define, field
 
@@ -66,6 +66,14 @@ class EngineSlot(IntEnum):
 def engine_name(engine: int) -> str:
     """``auto``, ``ping``, ``pong``, ``engine2``, …"""
     return EngineSlot(engine).name.lower() if engine <= 1 else f"engine{engine}"
+
+
+class CallTimes(NamedTuple):
+    """When a device's own threads made the calls of a job, in ns of the executor's clock."""
+
+    infer_ns: int
+    submitted_ns: int
+    waited_ns: int
 
 
 @define(slots=True, eq=False)

@@ -43,7 +43,7 @@ from .buffers import BufferPool, BufferSlot, SlotMemory
 from .checks import check_step
 from .deadlines import Deadlines
 from .health import Health
-from .job import EngineSlot, Job, JobState, JobTimings
+from .job import CallTimes, EngineSlot, Job, JobState, JobTimings
 from .kv import KvCoordinator, KvHolding, KvManager, KvTxnState, UnlimitedKv
 from .lifecycle import LifecycleState
 from .request import Outcome, RequestState
@@ -72,6 +72,7 @@ class Core:
         engines: engine slots of the device.
         emit: told every fact, at the moment it becomes true.
         capabilities: what may be used of the device.
+        ahead: jobs that the device takes beyond the in-flight limit and holds back itself: 0 or 1.
     """
 
     generation: ModelGeneration
@@ -85,11 +86,13 @@ class Core:
         engines: int,
         emit: Callable[[Event], None],
         capabilities: Capabilities,
+        ahead: int = 0,
     ) -> None:
         self.config = config
         self.health = Health(config, capabilities, emit)
         self._emit = emit
         self._device_engines = engines
+        self._ahead = ahead
         self._engines: tuple[int, ...] = ()
         self._load: dict[int, int] = {}  # in flight, by engine
         self._share = 1  # of the limit, for each engine
@@ -106,7 +109,8 @@ class Core:
         self._closing = False
         self.stale_completions = 0
         self.quarantined_slots = 0  # over all generations
-        self.to_wake: list[RequestState | Job] = []  # the shell empties this after each event
+        self.to_wake: list[RequestState | Job] = []  # the shell empties this after each event,
+        self.to_withdraw: list[Job] = []  # and this: the device is not to submit them any more
 
     # --- generations ----------------------------------------------------------------------------
 
@@ -129,7 +133,7 @@ class Core:
             generation.generation_id,
             generation.submodels,
             self._engines,
-            self._share + 1,  # one more: the one whose output is converted
+            self._share + 1 + self._ahead,  # one more: the one whose output is converted
             make_memory,
             self._quarantined,
         )
@@ -452,7 +456,7 @@ class Core:
             not self._ready
             or self._staged is not None
             or self._submitting is not None
-            or len(self.in_flight) >= health.limit
+            or len(self.in_flight) >= health.limit + self._ahead
             or health.lifecycle not in (LifecycleState.READY, LifecycleState.WARMING)
         ):
             return
@@ -461,7 +465,12 @@ class Core:
         job = self._ready[0]
         # An engine takes its share of the limit, no more: one with buffers left may be busy.
         load, share = self._load, self._share
-        free = [e for e in self._engines if load[e] < share and self.pool.available(job.kind, e)]
+        if len(self.in_flight) < health.limit:
+            free = [e for e in self._engines if load[e] < share and self.pool.available(job.kind, e)]
+        else:
+            # It follows the oldest, which Wait() returns next, on that one's engine.
+            oldest = next(iter(self.in_flight.values())).share
+            free = [oldest] if self.pool.available(job.kind, oldest) else []
         if not free:
             if not any(self.pool.usable(job.kind, e) for e in self._engines):
                 self._distrust(f"every {job.kind.value} buffer is quarantined", None, now_ns)
@@ -524,6 +533,23 @@ class Core:
             self._judge(job, error.code, Phase.PREPARE, verdict(error.code), now_ns)
         self._stage(now_ns)
 
+    def withdrawn(self, job: Job, now_ns: int) -> None:
+        """The device gave ``job`` back without having called ``infer()``; nothing of it happened."""
+        self._submitting = None
+        if job.final:  # a reset came meanwhile
+            self._stage(now_ns)
+            return
+        job.timings.infer_ns = None
+        self._release_permit(job)
+        assert job.lease is not None
+        job.lease.mark_returned()
+        error = job.error or JobCancelled(
+            f"job {job.job_id} was not submitted: the device ends",
+            Phase.QUEUE, 0, job.job_id, job.sequence_id, job.generation_id,
+        )  # fmt: skip
+        self._retire(job, JobState.FAILED, error, now_ns)
+        self._settle(now_ns)
+
     def submit_returned(self, job: Job, rc: int, now_ns: int) -> None:
         """``infer()`` has returned ``rc`` for ``job``."""
         self._submitting = None
@@ -554,11 +580,14 @@ class Core:
 
     # --- jobs, back from the device ---------------------------------------------------------------
 
-    def wait_returned(self, job: Job, rc: int, now_ns: int, *, exception: bool) -> bool:
+    def wait_returned(
+        self, job: Job, rc: int, now_ns: int, *, exception: bool, calls: CallTimes | None = None
+    ) -> bool:
         """``Wait()`` has returned for ``job``; is its output to be checked and converted?
 
         ``exception``: the buffer's status is ``DONE_CCU_EXCEPTION``; it fails the job whatever
-        ``rc`` says (§6.5). The permit comes back here.
+        ``rc`` says (§6.5). ``calls``: when the device's own threads made the calls. The permit
+        comes back here.
         """
         if job.final:
             self._stale(job, now_ns)
@@ -567,7 +596,10 @@ class Core:
         assert job.kv is not None
         self._release_permit(job)
         job.lease.mark_returned()
-        job.timings.waited_ns = now_ns
+        times = job.timings
+        times.waited_ns = now_ns
+        if calls is not None:
+            times.infer_ns, times.submitted_ns, times.waited_ns = calls
         convert = False
         if rc != CalrtCode.SUCCESS or exception:
             row = CCU_EXCEPTION if exception else verdict(rc)
@@ -695,6 +727,8 @@ class Core:
         if job.on_device or job.state is JobState.COMPLETING:
             job.to(JobState.CANCEL_REQUESTED)
             self._answer(job, now_ns)
+            if self._ahead and job is self._submitting:
+                self.to_withdraw.append(job)
             return
         if job is self._staged:
             self._staged = None
@@ -753,8 +787,14 @@ class Core:
             return row.error(text, *facts, self.config.retry_after_ns)
         return row.error(text, *facts)
 
-    def _drop_queued(self, make: Callable[[], RequestError], now_ns: int) -> None:
-        """Answer everything that has not reached the device."""
+    @property
+    def _held_back(self) -> Job | None:
+        """The job beyond the limit, which the device holds back until another one returns."""
+        beyond = self._ahead and len(self.in_flight) > self.health.limit
+        return self._submitting if beyond else None
+
+    def _drop_queued(self, make: Callable[[], RequestError], now_ns: int, held: Job | None) -> None:
+        """Answer everything that has not reached the device; ``held``: what it is to give back."""
         admission = self.admission
         waiting, growing = list(admission.waiting), list(admission.growing)
         admission.waiting.clear()
@@ -765,7 +805,7 @@ class Core:
             self._end_request(request, Outcome.CANCELLED if cancelled else Outcome.REFUSED, now_ns)
         for job in growing:
             self._retire(job, JobState.FAILED, make(), now_ns)
-        for job in [*([self._staged] if self._staged else []), *self._ready]:
+        for job in [*(job for job in (held, self._staged) if job is not None), *self._ready]:
             self._give_up(job, make(), now_ns)
 
     def _distrust(self, why: str, row: Verdict | None, now_ns: int) -> None:
@@ -784,7 +824,8 @@ class Core:
             health.go(LifecycleState.DRAINING, why, now_ns)
         health.go(LifecycleState.RECOVERING, why, now_ns)
         self._grace_over = False
-        self._drop_queued(health.unavailable, now_ns)
+        # No further job is to reach the device, also not one that it was about to submit.
+        self._drop_queued(health.unavailable, now_ns, self._submitting if self._ahead else None)
         self._deadlines.add(
             now_ns + self.config.grace_ns,
             lambda: health.lifecycle is LifecycleState.RECOVERING and not self._resetting,
@@ -890,7 +931,7 @@ class Core:
         """
         self.health.go(LifecycleState.FAILED, why, now_ns)
         if hasattr(self, "admission"):
-            self._drop_queued(self.health.unavailable, now_ns)
+            self._drop_queued(self.health.unavailable, now_ns, self._held_back)
         for job in list(self.in_flight.values()):
             self._lose(job, now_ns)
 
@@ -902,7 +943,9 @@ class Core:
         if self.health.ready:
             self.health.go(LifecycleState.DRAINING, "shutdown", now_ns)
             self._drop_queued(
-                lambda: JobCancelled("the executor is shutting down", Phase.ADMISSION), now_ns
+                lambda: JobCancelled("the executor is shutting down", Phase.ADMISSION),
+                now_ns,
+                self._held_back,
             )
         else:
             self._settle(now_ns)
