@@ -250,7 +250,7 @@ def test_fewer_in_flight_than_asked_for_is_said(here, scripted):
 def test_an_executor_that_fails_for_good_ends_it_and_leaves_valid_tables(here, scripted, folder, words):
     scripted(fake(lost={9}))
     code, out, err = here(
-        "replay", *FAKE, *SMALL, *words, "--limit", "1000", "--execution-timeout", "60ms",
+        "replay", *FAKE, *SMALL, *words, "--limit", "1000", "--execution-timeout", "400ms",
         "--grace", "60ms", "--out", "run", "--json",
     )  # fmt: skip
     assert code == 75
@@ -261,7 +261,7 @@ def test_an_executor_that_fails_for_good_ends_it_and_leaves_valid_tables(here, s
     outcomes = requests.column("outcome").to_pylist()
     assert outcomes.count("expired") == 1
     assert "completed" in outcomes
-    assert len(outcomes) < 30  # the rest was never sent
+    assert len(outcomes) < 200  # the rest was never sent
     facts = json.loads(out)
     assert facts == json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
     assert facts["complete"] is False
@@ -274,7 +274,7 @@ def test_a_request_that_fails_is_recorded_and_the_others_go_on(as_json, scripted
     scripted(device)
     (folder / "s.toml").write_text('schema = 1\n[executor]\nretry_after = "200ms"\n', encoding="utf-8")
     facts = as_json("s.toml", *FAKE, *SMALL, "--clients", "2", "--limit", "8",
-                    "--execution-timeout", "60ms", "--grace", "30ms")  # fmt: skip
+                    "--execution-timeout", "400ms", "--grace", "30ms")  # fmt: skip
     assert device.resets == 1
     assert facts["complete"] is True
     assert facts["requests"] == 8
