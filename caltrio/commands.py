@@ -17,14 +17,6 @@ from .output import console, print_json
 from .semantics import PRESETS
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
-device_option = click.option(
-    "--device", "device_name", default="sim", show_default=True,
-    help="A device; see 'caltrio devices'.",
-)  # fmt: skip
-manifest_option = click.option(
-    "--manifest", "manifest_name", default="qwen3-8b", show_default=True,
-    help="What it holds: a manifest that ships, or a .toml file.",
-)  # fmt: skip
 
 
 @click.command()

@@ -209,7 +209,9 @@ class DeviceKind:
     """A kind of device, as found through the entry-point group ``caltrio.devices``.
 
     ``unavailable`` says in one line why this kind cannot be opened here, or returns ``None``;
-    ``run`` runs a program on it.
+    ``run`` runs a program on it. ``hypothetical``: its card is a model that takes semantics and
+    timing from the options. ``check_timing``: the profile for checks of what such a card says, where
+    that of the product would take long in real time.
     """
 
     name: str
@@ -217,6 +219,8 @@ class DeviceKind:
     time: str
     unavailable: Callable[[], str | None]
     run: RunDevice
+    hypothetical: bool = False
+    check_timing: str | None = None
 
 
 def device_kinds() -> list[DeviceKind]:

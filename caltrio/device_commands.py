@@ -15,21 +15,19 @@ from attrs import evolve
 from rich.markup import escape
 from rich.table import Table
 
-from .commands import device_option, json_option, manifest_option
 from .config import ExecutorConfig
-from .device import DeviceKind, DeviceOptions, OpenDevice, device_kind
+from .device import OpenDevice
 from .drills import BEYOND, DRILLS, DrillResult, Setup, run_drill
 from .errors import InputError, ServiceFailed
 from .executor import open_executor
 from .golden import Golden, GoldenReport, check, golden_for, record, refusals, save
-from .manifest import Manifest, load_text_manifest
+from .manifest import Manifest
 from .observe.prometheus import PrometheusMetrics
 from .output import console, print_json, progress
 from .scenario import preset
 from .semantics import PRESETS, EngineSemantics, ResetScope
-from .signals import stoppable
 from .soak import NOTHING_COMPLETED, NS_PER_HOUR, Soak, SoakSpec
-from .timing import load_timing
+from .target import Target, on_target
 from .tomlfile import Ns
 from .units import format_ns
 
@@ -39,21 +37,6 @@ T = TypeVar("T")
 _WHICH = re.compile(r"(?<=\bjob) \d+|(?<=\brequest) -?\d+| \[[A-Z_]+; [^]]*\]")
 _MOST_REASONS = 8
 _DRILL_CASES = 4  # prompts that the drills use
-
-
-def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say which device, and how."""
-    for option in (
-        device_option,
-        manifest_option,
-        click.option("--timing", default="qwen3-8b", show_default=True,
-                     help="Timing profile, where time is simulated."),
-        click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
-                     help="Of everything random."),
-        json_option,
-    ):  # fmt: skip
-        command = option(command)
-    return command
 
 
 def _semantics(name: str, max_inflight: int, reset: str = "device") -> EngineSemantics:
@@ -79,36 +62,6 @@ class _Finite(click.FloatRange):
         return number
 
 
-class _Target:
-    """The device that a command works on."""
-
-    def __init__(self, device_name: str, manifest_name: str, timing: str, seed: int) -> None:
-        self.kind: DeviceKind = device_kind(device_name)
-        self.manifest: Manifest = load_text_manifest(manifest_name)
-        self._timing, self._seed = load_timing(timing), seed
-        self.stopped_by: str | None = None
-
-    def run(self, semantics: EngineSemantics, main: Callable[[OpenDevice], Awaitable[T]]) -> T | None:
-        """Run ``main``; ``None`` if a signal ended it."""
-        options = DeviceOptions(semantics, self._timing, self._seed, self.manifest)
-
-        async def stoppable_main(open_device: OpenDevice) -> T | None:
-            result: T | None = None
-            async with stoppable() as stop:
-                result = await main(open_device)
-            self.stopped_by = None if stop.by is None else stop.by.name
-            return result if stop.by is None else None
-
-        return self.kind.run(stoppable_main, options)
-
-    def exit_code(self, command: str, code: int) -> int:
-        """130 after an interrupt, else ``code``."""
-        if self.stopped_by is None:
-            return code
-        click.echo(f"caltrio {command}: interrupted by {self.stopped_by}", err=True)
-        return 130 if self.stopped_by == "SIGINT" else 143
-
-
 @click.group()
 def golden() -> None:
     """Record what a device says to fixed prompts, or check that it still says it (§13.1)."""
@@ -129,20 +82,16 @@ def _golden_config(manifest: Manifest, max_inflight: int) -> ExecutorConfig:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--prompts", default=100, show_default=True, type=click.IntRange(1, 10_000))
 @click.option("--force", is_flag=True, help="Replace FILE.")
-@_shared
+@on_target
 def golden_record(
     file: Path,
     prompts: int,
-    device_name: str,
-    manifest_name: str,
-    timing: str,
-    seed: int,
+    target: Target,
     *,
     force: bool,
     as_json: bool,
 ) -> int:
     """Run the prompts on a device, one at a time, and write tokens and logits to FILE (.npz)."""
-    target = _Target(device_name, manifest_name, timing, seed)
     if file.exists() and not force:
         raise InputError(str(file), "", "is there already", "name another, or add --force")
     if file.is_dir():
@@ -157,7 +106,7 @@ def golden_record(
         ):
             return await record(executor, prompts)
 
-    made = target.run(_semantics("full-duplex", 1), main)
+    made = target.run(_semantics("full-duplex", 1), main, check=True)
     if made is None:
         return target.exit_code("golden record", 1)
     save(made, file)
@@ -178,16 +127,13 @@ def golden_record(
 @click.option("--semantics", "presets", multiple=True, help="A hypothesis; default: each preset.")
 @click.option("--max-inflight", "limits", multiple=True, type=click.IntRange(1, 64),
               help="Jobs in flight; default: 1 and then 2.")  # fmt: skip
-@_shared
+@on_target
 def golden_check(
     file: Path | None,
     prompts: int,
     presets: tuple[str, ...],
     limits: tuple[int, ...],
-    device_name: str,
-    manifest_name: str,
-    timing: str,
-    seed: int,
+    target: Target,
     *,
     as_json: bool,
 ) -> int:
@@ -197,10 +143,9 @@ def golden_check(
     context refuses one), and two sequences that alternate for 1000 tokens. Exit code 1 if any token
     differs.
     """
-    target = _Target(device_name, manifest_name, timing, seed)
     recorded = golden_for(target.manifest, file, prompts, lengths=True)
-    if target.kind.time == "real" and not presets:
-        presets = ("full-duplex",)  # a device of real time has semantics of its own
+    if not target.kind.hypothetical and not presets:
+        presets = ("full-duplex",)  # the device has semantics of its own
     rows = []
     with progress() as shown:
         plan = [(name, limit) for name in presets or PRESETS for limit in limits or (1, 2)]
@@ -208,7 +153,8 @@ def golden_check(
             _semantics(name, limit)  # what is wrong, before anything runs
         task = shown.add_task("golden", total=len(plan))
         for name, limit in plan:
-            result = target.run(_semantics(name, limit), _checker(target.manifest, recorded, limit))
+            main = _checker(target.manifest, recorded, limit)
+            result = target.run(_semantics(name, limit), main, check=True)
             if result is None:
                 break  # interrupted; what had ended is shown
             rows.append((name, limit, *result))
@@ -275,7 +221,7 @@ def _print_golden(
               help="Inject so many random faults instead, then the golden run.")  # fmt: skip
 @click.option("--golden", "file", type=click.Path(path_type=Path),
               help="A recording; without one, the reference token model.")  # fmt: skip
-@_shared
+@on_target
 def faults(
     max_inflight: int,
     preset_name: str,
@@ -283,10 +229,7 @@ def faults(
     only: tuple[str, ...],
     count: int | None,
     file: Path | None,
-    device_name: str,
-    manifest_name: str,
-    timing: str,
-    seed: int,
+    target: Target,
     *,
     as_json: bool,
 ) -> int:
@@ -294,7 +237,6 @@ def faults(
 
     Prints expected against observed; exit code 1 if a fact differs.
     """
-    target = _Target(device_name, manifest_name, timing, seed)
     semantics = _semantics(preset_name, max_inflight, reset)
     said = golden_for(target.manifest, file, 6)
     if len(said.cases) < _DRILL_CASES or min(len(case.tokens) for case in said.cases) < 3:
@@ -305,7 +247,7 @@ def faults(
     if count is not None and only:
         raise InputError("--only", "", "and --random exclude each other", "give one")
     if count is not None:
-        return _random_faults(target, semantics, said, max_inflight, count, seed, as_json=as_json)
+        return _random_faults(target, semantics, said, max_inflight, count, as_json=as_json)
     names = [drill.name for drill in (*DRILLS, *BEYOND)]
     for name in only:
         if name not in names:
@@ -329,7 +271,7 @@ def faults(
         print_json([{"name": r.drill.name, "injection": r.drill.injection, "passed": r.passed,
                      "expected": r.expected, "observed": r.observed} for r in results])  # fmt: skip
     else:
-        _print_drills(results, device_name, max_inflight)
+        _print_drills(results, target.kind.name, max_inflight)
     return target.exit_code("faults", 0 if all(result.passed for result in results) else 1)
 
 
@@ -366,18 +308,17 @@ def _lines(facts: dict[str, str]) -> str:
 
 
 def _random_faults(
-    target: _Target,
+    target: Target,
     semantics: EngineSemantics,
     said: Golden,
     max_inflight: int,
     count: int,
-    seed: int,
     *,
     as_json: bool,
 ) -> int:
     """So many random faults, one after another, with traffic; then golden, or Failed with a reason."""
     spec = SoakSpec(
-        duration_ns=10_000 * NS_PER_HOUR, seed=seed, max_inflight=max_inflight,
+        duration_ns=10_000 * NS_PER_HOUR, seed=target.seed, max_inflight=max_inflight,
         faults_per_hour=3600, think_ns=500_000_000, most_faults=count,
     )  # fmt: skip
 
@@ -425,7 +366,7 @@ def _random_faults(
               help="End with exit code 75 at the first Failed, for a supervisor.")  # fmt: skip
 @click.option("--metrics-port", type=click.IntRange(0, 65535),
               help="Serve Prometheus metrics on this loopback port; 0: any free one.")  # fmt: skip
-@_shared
+@on_target
 def soak(
     hours: float | None,
     minutes: float | None,
@@ -436,10 +377,7 @@ def soak(
     clients: int,
     file: Path | None,
     metrics_port: int | None,
-    device_name: str,
-    manifest_name: str,
-    timing: str,
-    seed: int,
+    target: Target,
     *,
     no_restart: bool,
     as_json: bool,
@@ -452,10 +390,11 @@ def soak(
     if hours is not None and minutes is not None:
         raise InputError("--minutes", "", "and --hours exclude each other", "give one")
     total_ns = round((minutes / 60 if minutes is not None else hours or 24) * NS_PER_HOUR)
-    target = _Target(device_name, manifest_name, timing, seed)
     said = golden_for(target.manifest, file, 6)
     semantics = _semantics(preset_name, max_inflight, reset)
-    spec = SoakSpec(total_ns, seed, max_inflight, clients, faults_per_hour, restart=not no_restart)
+    spec = SoakSpec(
+        total_ns, target.seed, max_inflight, clients, faults_per_hour, restart=not no_restart
+    )
     metrics = None if metrics_port is None else PrometheusMetrics()
     with ExitStack() as stack:
         if metrics is not None and metrics_port is not None:
@@ -485,7 +424,7 @@ def soak(
     if as_json:
         print_json(evidence.to_json())
     else:
-        _print_soak(made[0], f"{format_ns(evidence.ran_ns)} on {device_name}", evidence.complaints)
+        _print_soak(made[0], f"{format_ns(evidence.ran_ns)} on {target.kind.name}", evidence.complaints)
     if failure is not None:
         raise failure
     return target.exit_code("soak", 1 if evidence.complaints else 0)

@@ -9,15 +9,14 @@ from typing import Any
 import click
 from attrs import evolve
 
-from .capabilities import load_capabilities
-from .commands import device_option, manifest_option
-from .device import DeviceKind, device_kind
+from .device import DeviceKind
 from .errors import InputError
 from .executor import WarmUp
 from .golden import golden_for
-from .manifest import Manifest, load_text_manifest
+from .manifest import Manifest
 from .run_output import conduct, run_options
 from .scenario_options import DURATION, read_scenario, scenario_argument, scenario_options
+from .target import device_of, device_options, only_for_real
 from .tomlfile import Ns
 from .workload.run import run_scenario
 
@@ -26,11 +25,7 @@ _HANGS_NS = Ns(60_000_000_000)  # a device of real time that takes longer for a 
 
 @click.command()
 @scenario_argument
-@device_option
-@manifest_option
-@click.option("--calbin", type=click.Path(path_type=Path), help="Model file of a real device.")
-@click.option("--capabilities", type=click.Path(path_type=Path),
-              help="What may be used of a real device, with the evidence (.toml).")  # fmt: skip
+@device_options
 @click.option("--warm-up/--no-warm-up", default=None,
               help="A golden run before traffic.  [default: in real time]")  # fmt: skip
 @click.option("--golden", type=click.Path(path_type=Path),
@@ -55,16 +50,15 @@ def replay(scenario_file: Path | None, **options: Any) -> int:
       caltrio replay --device fake --limit 20 --prompt-tokens 64 --output-tokens 8
       caltrio replay my.toml --device hw --calbin model.calbin --golden golden.npz --out out/run
     """  # fmt: skip  # noqa: D301 - click wants the character, not its escape
-    kind = device_kind(options["device_name"])
-    manifest = load_text_manifest(options["manifest_name"])
+    kind, manifest, capabilities = device_of(
+        *(options[name] for name in ("device_name", "manifest_name", "calbin", "capabilities"))
+    )
     _check(kind, options)
     scenario = read_scenario(scenario_file, options)
     if kind.time == "real" and scenario.executor.execution_timeout_ns is None:
         bounded = evolve(scenario.executor, execution_timeout_ns=_HANGS_NS)
         scenario = evolve(scenario, executor=bounded)
     requests = scenario.workload.build(scenario.seed, scenario.base)
-    file = options["capabilities"]
-    capabilities = None if file is None else load_capabilities(file)
     warm_up = _warm_up(kind, manifest, options)
     return conduct(
         "replay",
@@ -87,17 +81,10 @@ def replay(scenario_file: Path | None, **options: Any) -> int:
 
 def _check(kind: DeviceKind, options: Mapping[str, Any]) -> None:
     """Raise :class:`InputError` for an option of the device that cannot mean anything."""
-    calbin: Path | None = options["calbin"]
-    if calbin is not None and not calbin.is_file():
-        raise InputError(f"--calbin {calbin}", "", "is not a file", "name the model file of the device")
     if options["golden"] is not None and options["warm_up"] is False:
         raise InputError("--golden", "", "and --no-warm-up exclude each other", "give one")
-    if kind.time == "real":
-        return
-    for name in ("calbin", "capabilities", "golden", "warm_up"):
-        if options[name]:
-            problem = f"is for a device of real time, and {kind.name} is of {kind.time} time"
-            raise InputError(f"--{name.replace('_', '-')}", "", problem, "leave it out")
+    only_for_real(kind, "--golden", given=options["golden"] is not None)
+    only_for_real(kind, "--warm-up", given=bool(options["warm_up"]))
 
 
 def _warm_up(kind: DeviceKind, manifest: Manifest, options: Mapping[str, Any]) -> WarmUp | None:

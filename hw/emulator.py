@@ -26,7 +26,7 @@ from caltrio.timing import Compute, Distribution, TimingProfile
 from caltrio.workload.requests import stream_seed
 
 from .bindings import missing
-from .build import LIBRARIES, SHIM_ON_EMULATOR
+from .build import LIBRARIES, SHIM_ON_EMULATOR, remedy
 from .device import open_hw
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ def _timing(timing: TimingProfile, seed: int) -> list[str]:
 def unavailable() -> str | None:
     """Why the emulator cannot be used, or ``None``."""
     if missing(SHIM_ON_EMULATOR):
-        return "not built: install a C++ compiler, then run 'python -m hw.build'"
+        return f"not built: {remedy()}"
     return None
 
 
@@ -192,4 +192,6 @@ KIND = DeviceKind(
     "real",
     unavailable,
     run,
+    hypothetical=True,
+    check_timing="quick",
 )

@@ -238,4 +238,5 @@ KIND = DeviceKind(
     "virtual",
     lambda: None,
     run,
+    hypothetical=True,
 )

@@ -87,7 +87,9 @@ def assert_complaint(done, *texts):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_unknown_device(here, name):
     assert_complaint(
-        here(*COMMANDS[name], "--device", "npu"), "--device: 'npu' is unknown; use one of ", "fake, sim"
+        here(*COMMANDS[name], "--device", "npu"),
+        "--device: 'npu' is unknown; use one of ",
+        "fake, hw, sim",
     )
 
 

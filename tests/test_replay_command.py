@@ -15,7 +15,7 @@ import trio
 import trio.testing
 from attrs import evolve
 
-from caltrio import replay_command
+from caltrio import target
 from caltrio.capabilities import Capabilities
 from caltrio.cli import run
 from caltrio.device import DeviceKind
@@ -90,7 +90,7 @@ def scripted(monkeypatch):
             return trio.run(main, opened)
 
         kind = DeviceKind("fake", "scripted", "real", lambda: None, run_fake)
-        monkeypatch.setattr(replay_command, "device_kind", lambda _name: kind)
+        monkeypatch.setattr(target, "device_kind", lambda _name: kind)
         return seen
 
     return scripted
