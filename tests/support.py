@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 
+import pytest
 from attrs import evolve
 
+from caltrio.capabilities import Capabilities
 from caltrio.config import ExecutorConfig
 from caltrio.manifest import Manifest, load_manifest
 from caltrio.scenario import Scenario
@@ -23,6 +27,9 @@ from caltrio.timing import (
 from caltrio.workload.requests import Request
 from caltrio.workload.run import Run
 from caltrio.workload.spec import ArrivalKind, Arrivals, Workload
+from hw import emulator
+from hw.build import LIBRARIES, SHIM_ON_EMULATOR
+from hw.device import open_hw
 from sim.run import simulate
 
 MS = 1_000_000
@@ -107,3 +114,21 @@ def small_manifest(vocab: int = 64) -> Manifest:
     size = {"shape": (1, 1, vocab), "byte_size": 2 * vocab}
     graphs = (evolve(graph, logits=evolve(graph.logits, **size)) for graph in shipped.submodels)
     return evolve(shipped, name="small", submodels=tuple(graphs))
+
+
+needs_emulator = pytest.mark.skipif(
+    emulator.unavailable() is not None, reason=f"device emulator: {emulator.unavailable()}"
+)
+
+
+def card(folder: Path, semantics: EngineSemantics, timing: TimingProfile, manifest: Manifest, **facts):
+    """Write an emulated card as :func:`hw.emulator.write_card` does; opens devices on it."""
+    calbin = emulator.write_card(folder, manifest, timing, semantics, **facts)
+
+    @asynccontextmanager
+    async def opened():
+        believed = Capabilities.assumed(semantics)
+        async with open_hw(LIBRARIES / SHIM_ON_EMULATOR, calbin, semantics, believed) as device:
+            yield device
+
+    return opened

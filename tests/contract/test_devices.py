@@ -4,11 +4,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio.testing
-from support import profile
+from attrs import evolve
+from support import card, needs_emulator, profile
 
 from caltrio.errors import Unavailable
 from caltrio.manifest import load_manifest
-from caltrio.semantics import PRESETS
+from caltrio.semantics import PRESETS, SubmitWhenFull
 from caltrio.testing import ContractBroken, FakeDevice, check_device
 from caltrio.timing import Costs
 from sim.clock import run_virtual
@@ -27,6 +28,15 @@ def test_sim(preset):
         await check_device(opened)
 
     run_virtual(main, Costs(TIMING, load_manifest(), 0))
+
+
+@needs_emulator
+@pytest.mark.parametrize("reports", [True, False], ids=["stages", "no-stages"])
+@pytest.mark.parametrize("when_full", SubmitWhenFull)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_emulator(tmp_path, preset, when_full, reports):
+    semantics = evolve(PRESETS[preset].semantics, submit_when_full=when_full)
+    trio.run(check_device, card(tmp_path, semantics, TIMING, load_manifest(), report_stages=reports))
 
 
 @pytest.fixture
@@ -67,3 +77,12 @@ async def test_a_device_that_refuses_is_caught(clock):
 async def test_a_device_with_stages_out_of_order_is_caught(clock):
     with pytest.raises(ContractBroken, match="out of order"):
         await check_device(opener(OutOfOrder))
+
+
+async def test_a_device_too_quick_for_a_cancel_is_told(clock):
+    @asynccontextmanager
+    async def opened():
+        yield FakeDevice(busy_ns=0)
+
+    with pytest.raises(ContractBroken, match="long enough"):
+        await check_device(opened)
