@@ -61,8 +61,8 @@ class Health:
         self._emit(LifecycleChanged(now_ns, old, state, why))
 
     def distrust(self, row: Verdict | None) -> None:
-        """A reset helps only where the device is at fault, not against an artifact or a version."""
-        if row is not None and row.action in (Action.ROLL_BACK, Action.STOP):
+        """A reset helps where the device is at fault, not an artifact, a version or a configuration."""
+        if row is not None and row.action in (Action.ROLL_BACK, Action.STOP, Action.CLOSE_FEATURE):
             self.can_reset = False
             self.exit_code = EXIT_REPAIR
 

@@ -612,7 +612,7 @@ async def test_a_reset_that_takes_all_its_time_but_no_more(clock):
         await generation(executor, 2)
 
 
-@pytest.mark.parametrize(("code", "exit_code"), [(28, 75), (15, 75), (8, 78), (19, 78), (9, 78)])
+@pytest.mark.parametrize(("code", "exit_code"), [(28, 75), (15, 75), (8, 78), (19, 78), (27, 78)])
 async def test_a_load_that_fails_at_the_start(clock, code, exit_code):
     """§8: against an artifact or a version a restart does not help, wherever it shows."""
     device = Device()
