@@ -108,10 +108,10 @@ def burst(count: int, *, prompt: int = 1, output: int = 1) -> list[Request]:
     return [Request(index, 0, prompt, output) for index in range(count)]
 
 
-def small_manifest(vocab: int = 64) -> Manifest:
+def small_manifest(vocab: int = 64, rows: int = 1) -> Manifest:
     """The shipped model with another vocabulary: tokens then cost next to nothing."""
     shipped = load_manifest()
-    size = {"shape": (1, 1, vocab), "byte_size": 2 * vocab}
+    size = {"shape": (1, rows, vocab), "byte_size": 2 * rows * vocab}
     graphs = (evolve(graph, logits=evolve(graph.logits, **size)) for graph in shipped.submodels)
     return evolve(shipped, name="small", submodels=tuple(graphs))
 
