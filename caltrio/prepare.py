@@ -82,9 +82,7 @@ class HostMemory:
             if tensor.sliceable:
                 slices.append((name, offset, size))
         if job.data is not None:
-            tokens, end = job.data.tokens.ravel(), job.past_len + job.token_count
-            self.tokens[: tokens.size] = tokens
-            self.positions[: job.token_count] = np.arange(job.past_len, end)
+            self._copy(job.data.tokens, job.past_len, count)
         for name, value in (
             (contract.csr_cur_seq, job.past_len),
             (contract.csr_total_seq, job.past_len + count),
@@ -101,6 +99,13 @@ class HostMemory:
                 buffers.undo_slices()
                 text = f"SliceTensor({name!r}, {offset}, {size}) returned {code_name(rc)}"
                 raise _error(MapRejected, job, text, rc)
+
+    def _copy(self, tokens: NDArray[Any], past_len: int, count: int) -> None:
+        if tokens.size == 1:  # each decode step: an item costs a tenth of what slices do
+            self.tokens[0], self.positions[0] = tokens.item(), past_len
+            return
+        self.tokens[: tokens.size] = tokens.ravel()
+        self.positions[:count] = np.arange(past_len, past_len + count)
 
     def _check_tensor(self, index: int, theirs: DeviceTensor | None, job: Job) -> None:
         ours = self.contract.tensors[index]

@@ -39,8 +39,11 @@ class StepData:
                 return f"embeddings are {tokens.dtype} {tokens.shape}; give floats [n, {each}]"
         elif tokens.dtype.kind not in "iu" or tokens.ndim != 1:
             return f"tokens are {tokens.dtype} of {tokens.ndim} dimensions; give a row of integers"
-        elif not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab:
-            return f"token ids are {tokens.min()} to {tokens.max()}; give 0 to {vocab - 1}"
+        else:
+            # Of one token, as in each decode step, numpy's reductions would cost more than the rest.
+            low, high = [tokens.item()] * 2 if tokens.size == 1 else (tokens.min(), tokens.max())
+            if not 0 <= int(low) <= int(high) < vocab:
+                return f"token ids are {low} to {high}; give 0 to {vocab - 1}"
         if positions is not None:
             if positions.dtype.kind not in "iu" or positions.ndim != 1:
                 return (

@@ -11,6 +11,8 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -125,6 +127,12 @@ class HwBuffers:
     def abandon(self) -> None:
         """The card may use them for ever: they, and their memory, are never freed."""
         keep_for_ever(self.host)
+
+
+@cache
+def _bytes(name: str) -> bytes:
+    """The names of graphs and CSRs are few, and used with each job."""
+    return name.encode()
 
 
 def _tensor(raw: Any) -> DeviceTensor:
@@ -246,7 +254,7 @@ class HwDevice:
 
     def set_csr(self, graph: str, name: str, value: int) -> int:
         """``SetCsrByName()``; the ring has no job then that is still to be submitted."""
-        rc: int = self._library.caltrio_set_csr(self._device, graph.encode(), name.encode(), value)
+        rc: int = self._library.caltrio_set_csr(self._device, _bytes(graph), _bytes(name), value)
         return rc
 
     # --- jobs ---------------------------------------------------------------------------------------
@@ -424,6 +432,7 @@ async def open_hw(
     Raises :class:`~caltrio.errors.InputError` if the library or the model file cannot be loaded.
     """
     device = HwDevice(load(library), calbin, semantics, capabilities)
+    import_module("caltrio.logits")  # compiles its loop: now, rather than as the first job is back
     try:
         yield device
     finally:

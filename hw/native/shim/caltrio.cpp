@@ -224,6 +224,20 @@ std::int32_t caltrio_undo_slices(caltrio_buffers* buffers) {
   return guarded([&] { return buffers->input.UndoSlice(); });
 }
 
+std::int32_t caltrio_direct_infer(caltrio_device* device, caltrio_buffers* buffers,
+                                  std::int32_t engine, std::int32_t kv_sequence) {
+  return guarded([&] {
+    buffers->input.SetKvSeq(kv_sequence);
+    return shim::call_infer(&device->vendor, buffers, engine);
+  });
+}
+
+std::int32_t caltrio_direct_wait(caltrio_buffers* buffers) {
+  caltrio_completion done{};
+  shim::call_wait(buffers, &done);
+  return done.rc;
+}
+
 std::int32_t caltrio_submit(caltrio_device* device, caltrio_buffers* buffers, std::uint64_t token,
                             std::int32_t engine, std::int32_t kv_sequence,
                             std::int64_t patience_ns, caltrio_submission* out) {

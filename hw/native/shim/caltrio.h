@@ -86,6 +86,12 @@ int32_t caltrio_slice(caltrio_buffers *buffers, const char *tensor, uint64_t off
                       uint64_t bytes);
 int32_t caltrio_undo_slices(caltrio_buffers *buffers);
 
+/* infer() and Wait() in the caller's own thread, without the ring: for measuring what that costs.
+ * Not while the ring has jobs. */
+int32_t caltrio_direct_infer(caltrio_device *device, caltrio_buffers *buffers, int32_t engine,
+                             int32_t kv_sequence);
+int32_t caltrio_direct_wait(caltrio_buffers *buffers);
+
 /* The ring. `engine` -1 lets the runtime choose. A job goes to the card as soon as fewer than the
  * limit are in flight; until then it can be withdrawn. Waits up to `patience_ns` for infer() to
  * return: 1 if `out` has its report (which caltrio_drain() then does not give), 0 if it will come,

@@ -7,7 +7,6 @@
 #include <chrono>
 
 namespace shim {
-namespace {
 
 calrt::CalrtCode call_infer(calrt::VirtualDevice* device, caltrio_buffers* buffers, int engine) {
   try {
@@ -41,8 +40,6 @@ void call_wait(caltrio_buffers* buffers, caltrio_completion* done) {
     done->waited_ns = now_ns();
   }
 }
-
-}  // namespace
 
 std::int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(

@@ -32,6 +32,10 @@ inline constexpr int kUnexpected = 15;  // a C++ exception of the vendor's
 
 std::int64_t now_ns();
 
+// The vendor's calls, with its exceptions as codes.
+calrt::CalrtCode call_infer(calrt::VirtualDevice* device, caltrio_buffers* buffers, int engine);
+void call_wait(caltrio_buffers* buffers, caltrio_completion* done);
+
 class Ring {
  public:
   explicit Ring(calrt::VirtualDevice* device);
