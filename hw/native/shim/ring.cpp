@@ -215,7 +215,8 @@ int Ring::drain(caltrio_submission* submissions, std::int32_t* submitted,
     return count;
   };
   *submitted = take(submissions_, submissions);
-  *completed = take(completions_, completions);
+  // With a submission left over, its completion would come first.
+  *completed = submissions_.empty() ? take(completions_, completions) : 0;
   if (!submissions_.empty() || !completions_.empty()) signal();
   return *submitted + *completed;
 }
