@@ -256,6 +256,7 @@ void Card::read(Job& job, const std::map<std::string, Mapped>& inputs) {
   const auto take = [&](const std::string& name, std::vector<std::int32_t>& into) {
     const Mapped& tensor = inputs.at(name);
     into.resize(tensor.slice->second / sizeof(std::int32_t));
+    if (into.empty()) return;
     std::memcpy(into.data(), tensor.host + tensor.slice->first, into.size() * sizeof(std::int32_t));
   };
   take(graph->tokens, job.transfer.tokens);
