@@ -195,12 +195,12 @@ class HwDevice:
         self._next_token = 0
         self._jobs: dict[int, tuple[Job, HwBuffers]] = {}  # the ring or the card has them
         self._buffers: list[HwBuffers] = []
-        self._calls = 0  # of the library, in threads of their own and not yet returned
         self._submissions = ffi().new("caltrio_submission[]", _BATCH)
         self._completions = ffi().new("caltrio_completion[]", _BATCH)
         self._counts = ffi().new("int32_t[2]")
         self._one = ffi().new("caltrio_submission *")
-        self._submitting: int | None = None  # the token that infer() waits for
+        self._submitting: int | None = None  # the token that infer() waits for,
+        self._submitted_job: Job | None = None  # and its job
         self._submitter: trio.lowlevel.Task | None = None
         self._report: tuple[int, bool] = (0, False)  # (rc, withdrawn) for it
         self._done: deque[tuple[int, Completion]] = deque()
@@ -229,22 +229,20 @@ class HwDevice:
 
     async def configure(self, generation: ModelGeneration) -> int:
         """Load the model; in parallel mode if more than one job may be in flight."""
-        rc = await self._slow_call(self._library.caltrio_configure, int(self._limit > 1))
+        rc = await self._slow_call(self._library.caltrio_begin_configure, int(self._limit > 1))
         if rc == CalrtCode.SUCCESS:
             self.kv = HwKv(self._library, self._device)
         return rc
 
-    async def _slow_call(self, call: Any, argument: int) -> int:
-        """A call that may block: in a thread, which is left alone if we may not wait for it."""
-
-        def run() -> int:
-            try:
-                return int(call(self._device, argument))
-            finally:
-                self._calls -= 1
-
-        self._calls += 1
-        return await trio.to_thread.run_sync(run, abandon_on_cancel=True)
+    async def _slow_call(self, begin: Any, argument: int) -> int:
+        """A call that may block: in a thread of the library's, left alone if we may not wait."""
+        code = ffi().new("int32_t *")
+        rc = int(begin(self._device, argument))
+        if rc != CalrtCode.SUCCESS:
+            return rc  # an earlier one hangs
+        while not self._library.caltrio_ended(self._device, code):  # noqa: ASYNC110 - seldom, and slow
+            await trio.sleep(0.001)
+        return int(code[0])
 
     def buffers(self, contract: SubmodelContract, engine: int) -> HwBuffers:
         """As the protocol says."""
@@ -266,9 +264,8 @@ class HwDevice:
 
     def withdraw(self, job: Job) -> None:
         """As the protocol says; the ring decides whether it was in time."""
-        token = self._submitting
-        if token is not None and self._jobs[token][0] is job:
-            self._library.caltrio_withdraw(self._device, token)
+        if self._submitting is not None and self._submitted_job is job:
+            self._library.caltrio_withdraw(self._device, self._submitting)
 
     async def infer(self, job: Job) -> int:
         """As the protocol says; with the limit reached, returns once another job is back."""
@@ -277,7 +274,7 @@ class HwDevice:
         buffers = cast(HwBuffers, host_memory(job).buffers)
         buffers = getattr(buffers, "inner", buffers)
         self._jobs[token] = job, buffers
-        self._submitting = token
+        self._submitting, self._submitted_job = token, job
         try:
             at_once = self._library.caltrio_submit(
                 self._device,
@@ -385,7 +382,7 @@ class HwDevice:
     async def reset(self) -> int:
         """Reset the card; succeeds only if every job that it had has come back."""
         self.kv.over = True
-        rc = await self._slow_call(self._library.caltrio_reset, _SETTLE_NS)
+        rc = await self._slow_call(self._library.caltrio_begin_reset, _SETTLE_NS)
         if rc == CalrtCode.SUCCESS:
             for buffers in self._buffers:
                 buffers.free()
@@ -394,7 +391,7 @@ class HwDevice:
 
     @property
     def _ended(self) -> bool:
-        return not self._calls and bool(self._library.caltrio_stopped(self._device))
+        return bool(self._library.caltrio_stopped(self._device))
 
     async def aclose(self) -> None:
         """End the native threads; what they have not given back in time is never freed."""

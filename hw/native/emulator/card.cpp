@@ -1,13 +1,14 @@
 #include "card.hpp"
 
+#include <pthread.h>
+#include <signal.h>
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
 
-#ifdef __linux__
-#include <sys/prctl.h>
-#endif
 
 namespace emulator {
 namespace {
@@ -42,9 +43,12 @@ Card::~Card() {
 }
 
 void Card::loop() {
-#ifdef __linux__
+  sigset_t signals;  // they are for the program's own threads
+  sigfillset(&signals);
+  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&signals, fault);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  pthread_setname_np(pthread_self(), "calrt-card");
   prctl(PR_SET_TIMERSLACK, 1);  // wake when asked to
-#endif
   Lock lock(mu_);
   while (!stopping_) {
     const Ns next = engine_ ? engine_->time.next() : -1;
@@ -65,16 +69,20 @@ void Card::loop() {
       continue;
     }
     engine_->time.run(now);
-    changed_.notify_all();
+    // Not at each event: whoever waits is woken for what he may wait for.
+    if (news_ || catching_up_ > 0 || engine_->take_freed()) changed_.notify_all();
+    news_ = false;
   }
 }
 
 // Events that are due and not yet done come before what a caller does now.
 void Card::catch_up(Lock& lock) {
   const std::uint64_t generation = generation_;
+  ++catching_up_;
   while (!stopping_ && generation == generation_ && engine_ && engine_->time.next() >= 0 &&
          engine_->time.next() <= now_ns())
-    changed_.wait_for(lock, std::chrono::microseconds(50));
+    changed_.wait(lock);
+  --catching_up_;
 }
 
 int Card::configure(const CalbinFile& calbin, const CardFile& file) {
@@ -275,6 +283,7 @@ void Card::write(const JobPtr& job, const Mapped& output) {
   if (const FaultLine* fault = strikes("wait")) job->code = fault->code ? fault->code : 13;
   if ((job->code != 0 || job->exception) && file_.compute_tokens)
     TokenModel::failed(kv_, job->transfer, file_.kv_after_failed_wait);
+  news_ = true;
   job->due = engine_->time.now() + jittered(kInterrupt, file_.interrupt_ns, job->number);
 }
 

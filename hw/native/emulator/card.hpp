@@ -75,6 +75,8 @@ class Card {
   CalbinFile calbin_;
   CardFile file_;
   bool configured_ = false, stopping_ = false;
+  bool news_ = false;                // a job may be waited for
+  int catching_up_ = 0;              // callers that let due events come first
   std::uint64_t generation_ = 0;     // of resets
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<TokenModel> model_;

@@ -89,7 +89,10 @@ int Engine::free_slot(int wanted) const {
   return found == free_.end() ? -1 : static_cast<int>(found - free_.begin());
 }
 
-void Engine::release_slot(int slot) { free_[static_cast<std::size_t>(slot)] = true; }
+void Engine::release_slot(int slot) {
+  free_[static_cast<std::size_t>(slot)] = true;
+  freed_ = true;
+}
 
 void Engine::start(const std::shared_ptr<Flight>& flight, int slot) {
   free_[static_cast<std::size_t>(slot)] = false;

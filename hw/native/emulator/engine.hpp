@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <queue>
+#include <utility>
 #include <vector>
 
 #include "card_file.hpp"
@@ -111,6 +112,8 @@ class Engine {
   explicit Engine(const CardFile& card);
   int free_slot(int wanted) const;
   void release_slot(int slot);
+  // Has a slot come free since the last time this was asked?
+  bool take_freed() { return std::exchange(freed_, false); }
   void start(const std::shared_ptr<Flight>& flight, int slot);
   Timeline time;
 
@@ -123,6 +126,7 @@ class Engine {
   std::shared_ptr<Channel> h2d_, d2h_;
   std::vector<std::unique_ptr<Unit>> dies_;
   std::vector<bool> free_;
+  bool freed_ = false;
   std::deque<std::function<void()>> want_whole_;  // where jobs do not overlap
   bool whole_taken_ = false;
   int computes_queued_ = 0;

@@ -2,10 +2,43 @@
 #include "caltrio.h"
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <mutex>
 
 #include "ring.hpp"
+
+namespace shim {
+
+// One call at a time that may take long, or for ever, in a thread of its own.
+class SlowCall {
+ public:
+  ~SlowCall() {  // only once it is over
+    if (thread_.joinable()) thread_.join();
+  }
+  template <typename Call>
+  std::int32_t begin(Call call) {
+    if (running_.load()) return kBusy;
+    if (thread_.joinable()) thread_.join();
+    running_ = true;
+    thread_ = std::thread([this, call] {
+      begin_thread("caltrio-control");
+      code_ = call();
+      running_ = false;
+    });
+    return 0;
+  }
+  bool over() const { return !running_.load(); }
+  std::int32_t code() const { return code_; }
+
+ private:
+  static constexpr std::int32_t kBusy = 17;
+  std::atomic<bool> running_{false};
+  std::int32_t code_ = 0;
+  std::thread thread_;
+};
+
+}  // namespace shim
 
 struct caltrio_device {
   explicit caltrio_device(const char* path)
@@ -15,7 +48,8 @@ struct caltrio_device {
   std::unique_ptr<calrt::Calbin> calbin;
   std::mutex kv_mu;  // a load of the model and a late release may come together
   std::unique_ptr<calrt::KvManager> kv;
-  shim::Ring ring;     // last: its threads use the rest
+  shim::Ring ring;      // its threads use the rest,
+  shim::SlowCall slow;  // and this one the ring too
 };
 
 namespace {
@@ -70,7 +104,9 @@ caltrio_device* caltrio_open(const char* calbin, std::int32_t* code) {
 
 void caltrio_stop(caltrio_device* device) { device->ring.stop(); }
 
-std::int32_t caltrio_stopped(caltrio_device* device) { return device->ring.stopped(); }
+std::int32_t caltrio_stopped(caltrio_device* device) {
+  return device->slow.over() && device->ring.stopped();
+}
 
 void caltrio_free(caltrio_device* device) {
   guarded([&] {
@@ -141,6 +177,24 @@ std::int32_t caltrio_reset(caltrio_device* device, std::int64_t timeout_ns) {
     device->calbin = std::make_unique<calrt::Calbin>(device->path);  // all is made anew (9.2)
     return device->calbin->code();
   });
+}
+
+std::int32_t caltrio_begin_configure(caltrio_device* device, std::int32_t parallel) {
+  return guarded([&] {
+    return device->slow.begin([=] { return caltrio_configure(device, parallel); });
+  });
+}
+
+std::int32_t caltrio_begin_reset(caltrio_device* device, std::int64_t timeout_ns) {
+  return guarded([&] {
+    return device->slow.begin([=] { return caltrio_reset(device, timeout_ns); });
+  });
+}
+
+std::int32_t caltrio_ended(caltrio_device* device, std::int32_t* code) {
+  if (!device->slow.over()) return 0;
+  *code = device->slow.code();
+  return 1;
 }
 
 std::int32_t caltrio_kv_can_allocate(caltrio_device* device, std::uint32_t sequences) {

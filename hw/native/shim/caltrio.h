@@ -1,8 +1,8 @@
 /* The C ABI that caltrio drives a CalRT library through. Plain C; no exception leaves it.
  *
  * One thread of the caller's may use a device at a time, unless a function says otherwise. Calls
- * return CalRT codes (0 is success) where not said otherwise. None but caltrio_reset() and
- * caltrio_configure() waits for the card.
+ * return CalRT codes (0 is success) where not said otherwise. None but caltrio_configure(),
+ * caltrio_reset() and the two direct calls waits for the card.
  */
 #ifndef CALTRIO_H
 #define CALTRIO_H
@@ -52,7 +52,7 @@ int32_t caltrio_abi(void);
 caltrio_device *caltrio_open(const char *calbin, int32_t *code);
 /* Take no more work, and let both threads end once the card has returned what it has. */
 void caltrio_stop(caltrio_device *device);
-/* Have they ended? Only then may the device be freed. */
+/* Have they ended, and whatever was begun? Only then may the device be freed. */
 int32_t caltrio_stopped(caltrio_device *device);
 void caltrio_free(caltrio_device *device);
 
@@ -64,10 +64,15 @@ int32_t caltrio_model_tensor(caltrio_device *device, int32_t model, int32_t inde
 int32_t caltrio_model_metadata(caltrio_device *device, int32_t model, int32_t index,
                                const char **key, const char **value);
 
-/* Both may take long, and may be called from a thread of their own. */
+/* Both may take long. */
 int32_t caltrio_configure(caltrio_device *device, int32_t parallel);
 /* Code 25 if the threads have not got back every job within `timeout_ns` after it. */
 int32_t caltrio_reset(caltrio_device *device, int64_t timeout_ns);
+/* The same in a thread of the library's; 17 if the one before has not ended. */
+int32_t caltrio_begin_configure(caltrio_device *device, int32_t parallel);
+int32_t caltrio_begin_reset(caltrio_device *device, int64_t timeout_ns);
+/* 1, and its code, once the one that was begun has ended. */
+int32_t caltrio_ended(caltrio_device *device, int32_t *code);
 
 int32_t caltrio_kv_can_allocate(caltrio_device *device, uint32_t sequences); /* 1: yes */
 int32_t caltrio_kv_apply(caltrio_device *device, int32_t sequence, uint32_t tokens); /* 1: done */

@@ -1,5 +1,7 @@
 #include "ring.hpp"
 
+#include <pthread.h>
+#include <signal.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -7,6 +9,14 @@
 #include <chrono>
 
 namespace shim {
+
+void begin_thread(const char* name) {
+  sigset_t signals;
+  sigfillset(&signals);
+  for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&signals, fault);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  pthread_setname_np(pthread_self(), name);
+}
 
 calrt::CalrtCode call_infer(calrt::VirtualDevice* device, caltrio_buffers* buffers, int engine) {
   try {
@@ -151,6 +161,7 @@ bool Ring::stopped() {
 }
 
 void Ring::submitter() {
+  begin_thread("caltrio-infer");
   Lock lock(mu_);
   while (true) {
     to_submit_.wait(lock, [&] { return stop_ || (!staged_.empty() && may_submit()); });
@@ -177,6 +188,7 @@ void Ring::submitter() {
 }
 
 void Ring::completer() {
+  begin_thread("caltrio-wait");
   Lock lock(mu_);
   while (true) {
     // What the submit thread is about to hand over is waited for as well.

@@ -32,6 +32,9 @@ inline constexpr int kUnexpected = 15;  // a C++ exception of the vendor's
 
 std::int64_t now_ns();
 
+// For each thread of ours: signals are for the interpreter's, and a name for whoever looks.
+void begin_thread(const char* name);
+
 // The vendor's calls, with its exceptions as codes.
 calrt::CalrtCode call_infer(calrt::VirtualDevice* device, caltrio_buffers* buffers, int engine);
 void call_wait(caltrio_buffers* buffers, caltrio_completion* done);
