@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: plan test check fuzz soak bench notebooks format clean help
+.PHONY: plan native test check fuzz soak bench wheels notebooks format clean help
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -18,8 +18,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 plan: $(INSTALLED)
 	$(BIN)/caltrio plan --force --out out/plan
 
-## make test       all tests
+## make native     compile the driver and the emulated card
+native: $(INSTALLED)
+	$(BIN)/python -m hw.build
+
+## make test       all tests; compiles what has changed, where there is a compiler
 test: $(INSTALLED)
+	$(BIN)/python -m hw.build --optional
 	$(BIN)/python -m pytest
 
 ## make check      ruff, mypy --strict
@@ -44,6 +49,10 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/logits.py
 	$(BIN)/python benchmarks/idle.py
 	$(BIN)/python benchmarks/memory.py
+
+## make wheels     build wheels with and without a compiler, and use them (two minutes)
+wheels: $(INSTALLED)
+	PYTHON=$(CURDIR)/$(BIN)/python tests/wheels.sh
 
 ## make notebooks  execute the notebooks in place
 notebooks: $(INSTALLED)

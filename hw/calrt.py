@@ -14,7 +14,7 @@ from caltrio.device import Device, DeviceKind, DeviceOptions, OpenDevice
 from caltrio.errors import InputError
 
 from .bindings import missing
-from .build import LIBRARIES, SHIM_ON_CALRT
+from .build import LIBRARIES, SHIM_ON_CALRT, remedy
 from .device import open_hw
 
 T = TypeVar("T")
@@ -24,9 +24,10 @@ def unavailable() -> str | None:
     """Why the card cannot be used, or ``None``."""
     if not missing(SHIM_ON_CALRT):
         return None
-    if not os.environ.get("CALRT_HOME"):
-        return "not built: set CALRT_HOME to the CalRT SDK's folder, then run 'python -m hw.build'"
-    return "not built: run 'python -m hw.build', which takes the SDK from CALRT_HOME"
+    home = os.environ.get("CALRT_HOME")
+    if not home:
+        return f"not built: set CALRT_HOME to the CalRT SDK's folder, then {remedy()}"
+    return f"not built on the SDK that CALRT_HOME names, {home}: {remedy()}"
 
 
 def run(main: Callable[[OpenDevice], Awaitable[T]], options: DeviceOptions) -> T:
