@@ -1,4 +1,5 @@
-"""The place of the CalRT driver. It holds no device yet: ``caltrio devices`` lists what there is.
+"""The CalRT driver, and the emulated card that stands in for the vendor's library.
 
-What goes here may import ``caltrio`` and never ``sim`` (docs/architecture.md).
+May import ``caltrio`` and never ``sim`` (docs/architecture.md). The device kinds are in
+:mod:`hw.emulator` and :mod:`hw.calrt`; programs open a device with :func:`hw.device.open_hw`.
 """

@@ -320,10 +320,10 @@ class HwDevice:
         slept = False
         while True:
             if not self._done:
-                self._drain()
-            if not self._done:
+                # Not before: whoever got the last result is to go on first.
                 await trio.lowlevel.wait_readable(self._fd)
                 slept = True
+                self._drain()
             elif self._done[0][0] == self._submitting:
                 await self._submission_seen()
                 slept = True
