@@ -342,6 +342,8 @@ async def _fi11(setup: Setup) -> Facts:
                     inner.start_soon(bench.serve, target)
                     await bench.until(lambda: target.job_id >= 0 and bench.next_job_id > target.job_id)
                     scope.cancel()
+            # A device that held it back is asked for it.
+            await bench.until(lambda: bench.job(target.job_id) is not None)
             facts = bench.facts(target)
             facts["leases"] = (
                 "none for it" if bench.core.pool.leased <= leased else "one more than before"
