@@ -9,6 +9,7 @@ from typing import Any
 import click
 from attrs import evolve
 
+from .config import ExecutorConfig
 from .device import DeviceKind
 from .errors import InputError
 from .executor import WarmUp
@@ -31,7 +32,9 @@ _HANGS_NS = Ns(60_000_000_000)  # a device of real time that takes longer for a 
 @click.option("--golden", type=click.Path(path_type=Path),
               help="A recording for the warm-up; without one, the reference.")  # fmt: skip
 @scenario_options
-@click.option("--queue-timeout", type=DURATION, help="Longest from prepared to submitted.")
+@click.option("--queue-timeout", type=DURATION,
+              help="Longest from prepared to submitted.  [default: twice the next, in real time]",
+              )  # fmt: skip
 @click.option("--execution-timeout", type=DURATION,
               help="Longest on the device; then it is not trusted.  [default: 60s in real time]",
               )  # fmt: skip
@@ -55,9 +58,8 @@ def replay(scenario_file: Path | None, **options: Any) -> int:
     )
     _check(kind, options)
     scenario = read_scenario(scenario_file, options)
-    if kind.time == "real" and scenario.executor.execution_timeout_ns is None:
-        bounded = evolve(scenario.executor, execution_timeout_ns=_HANGS_NS)
-        scenario = evolve(scenario, executor=bounded)
+    if kind.time == "real":
+        scenario = evolve(scenario, executor=_bounded(scenario.executor))
     requests = scenario.workload.build(scenario.seed, scenario.base)
     warm_up = _warm_up(kind, manifest, options)
     return conduct(
@@ -85,6 +87,14 @@ def _check(kind: DeviceKind, options: Mapping[str, Any]) -> None:
         raise InputError("--golden", "", "and --no-warm-up exclude each other", "give one")
     only_for_real(kind, "--golden", given=options["golden"] is not None)
     only_for_real(kind, "--warm-up", given=bool(options["warm_up"]))
+
+
+def _bounded(config: ExecutorConfig) -> ExecutorConfig:
+    """With deadlines on every call of the device, so that none can hang unnoticed."""
+    longest = config.execution_timeout_ns or _HANGS_NS
+    # Before its own infer() a job may be held back for as long as another one takes.
+    queued = config.queue_timeout_ns or Ns(2 * longest)
+    return evolve(config, execution_timeout_ns=longest, queue_timeout_ns=queued)
 
 
 def _warm_up(kind: DeviceKind, manifest: Manifest, options: Mapping[str, Any]) -> WarmUp | None:

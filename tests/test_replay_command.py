@@ -218,7 +218,8 @@ def test_the_device_is_asked_for_with_everything_that_was_said(as_json, scripted
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [((*FAKE,), (None, 60, 60)), (("--device", "sim"), (None, None, 60)),
+    [((*FAKE,), (120, 60, 60)), ((*FAKE, "--execution-timeout", "5s"), (10, 5, 60)),
+     (("--device", "sim"), (None, None, 60)),
      ((*FAKE, "--queue-timeout", "3s", "--execution-timeout", "5s", "--grace", "7s"), (3, 5, 7))],
 )  # fmt: skip
 def test_deadlines(as_json, folder, words, expected):
