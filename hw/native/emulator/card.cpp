@@ -228,8 +228,11 @@ int Card::submit(const std::string& model, const std::map<std::string, Mapped>& 
   flight.on_read = [this, weak = std::weak_ptr<Job>(job), taken] {
     if (const JobPtr alive = weak.lock()) read(*alive, taken);
   };
+  flight.on_computed = [this, weak = std::weak_ptr<Job>(job), output] {
+    if (const JobPtr alive = weak.lock()) compute(*alive, output);
+  };
   flight.on_written = [this, weak = std::weak_ptr<Job>(job), output] {
-    if (const JobPtr alive = weak.lock()) write(alive, output);
+    if (const JobPtr alive = weak.lock()) write(*alive, output);
   };
   job->hangs = strikes("hang") != nullptr;
   job->hangs_for_ever = strikes("hang_for_ever") != nullptr;
@@ -271,20 +274,27 @@ void Card::read(Job& job, const std::map<std::string, Mapped>& inputs) {
   take(graph->position, job.transfer.positions);
 }
 
-void Card::write(const JobPtr& job, const Mapped& output) {
-  if (file_.compute_tokens) {
-    const std::size_t vocab = output.info.shape.back();
-    const std::size_t rows = output.info.byte_size / 2 / vocab;
-    const std::size_t tile = static_cast<std::size_t>(calbin_.graphs.front().tile_d0);
-    auto* logits = reinterpret_cast<std::uint16_t*>(output.host);
-    model_->run(kv_, job->transfer, logits, rows, tile);
-    if (strikes("nan") != nullptr) logits[rows * vocab - 1] = 0x7FC0;
+void Card::compute(Job& job, const Mapped& output) {
+  if (!file_.compute_tokens) return;
+  const std::size_t vocab = output.info.shape.back();
+  if (!spare_.empty()) {
+    job.logits.swap(spare_.back());
+    spare_.pop_back();
   }
-  if (const FaultLine* fault = strikes("wait")) job->code = fault->code ? fault->code : 13;
-  if ((job->code != 0 || job->exception) && file_.compute_tokens)
-    TokenModel::failed(kv_, job->transfer, file_.kv_after_failed_wait);
+  job.logits.resize(output.info.byte_size / sizeof(std::uint16_t));
+  const std::size_t tile = static_cast<std::size_t>(calbin_.graphs.front().tile_d0);
+  model_->run(kv_, job.transfer, job.logits.data(), job.logits.size() / vocab, tile);
+  if (strikes("nan") != nullptr) job.logits.back() = 0x7FC0;
+}
+
+void Card::write(Job& job, const Mapped& output) {
+  std::memcpy(output.host, job.logits.data(), job.logits.size() * sizeof(std::uint16_t));
+  if (!job.logits.empty()) spare_.push_back(std::move(job.logits));
+  if (const FaultLine* fault = strikes("wait")) job.code = fault->code ? fault->code : 13;
+  if ((job.code != 0 || job.exception) && file_.compute_tokens)
+    TokenModel::failed(kv_, job.transfer, file_.kv_after_failed_wait);
   news_ = true;
-  job->due = engine_->time.now() + jittered(kInterrupt, file_.interrupt_ns, job->number);
+  job.due = engine_->time.now() + jittered(kInterrupt, file_.interrupt_ns, job.number);
 }
 
 int Card::wait(const JobPtr& job, calrt::BufStatus* status) {

@@ -29,6 +29,7 @@ struct Mapped {
 struct Job {
   std::shared_ptr<Flight> flight = std::make_shared<Flight>();
   Transfer transfer;
+  std::vector<std::uint16_t> logits;  // in the card's memory, until D2H
   std::int64_t number = 0;
   Ns due = -1;         // when Wait() may return; -1 until D2H has ended
   bool killed = false; // by a reset
@@ -67,7 +68,8 @@ class Card {
   const FaultLine* strikes(const char* point);
   Ns jittered(Stage stage, Ns duration, std::int64_t number) const;
   void read(Job& job, const std::map<std::string, Mapped>& inputs);
-  void write(const JobPtr& job, const Mapped& output);
+  void compute(Job& job, const Mapped& output);
+  void write(Job& job, const Mapped& output);
 
   std::mutex mu_;
   std::condition_variable timer_;    // for the card's thread: an earlier event, or the end
@@ -81,6 +83,7 @@ class Card {
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<TokenModel> model_;
   Kv kv_;
+  std::vector<std::vector<std::uint16_t>> spare_;  // memory of the card for logits
   std::map<std::pair<std::string, std::string>, std::uint32_t> csrs_;
   std::deque<JobPtr> issued_;        // submitted, Wait() not yet returned; in order
   std::int64_t jobs_ = 0;

@@ -148,6 +148,7 @@ void Engine::compute(const std::shared_ptr<Flight>& flight, const TurnPtr& d2h, 
 
 void Engine::computed(const std::shared_ptr<Flight>& flight, const TurnPtr& d2h) {
   --computes_queued_;
+  flight->on_computed();
   if (card_.slot_release == SlotRelease::Compute) release_slot(flight->slot);
   if (card_.completion_signal == Signal::PerJob) {
     d2h_->serve(d2h);

@@ -104,7 +104,7 @@ struct Flight {
   Ns h2d_ns = 0, compute_ns = 0, d2h_ns = 0;
   int slot = -1;
   calrt::StageTimes times;
-  std::function<void()> on_read, on_written;  // at the end of H2D and of D2H
+  std::function<void()> on_read, on_computed, on_written;  // at the ends of H2D, compute and D2H
 };
 
 class Engine {
