@@ -121,14 +121,28 @@ needs_emulator = pytest.mark.skipif(
 )
 
 
-def card(folder: Path, semantics: EngineSemantics, timing: TimingProfile, manifest: Manifest, **facts):
-    """Write an emulated card as :func:`hw.emulator.write_card` does; opens devices on it."""
+def card(
+    folder: Path,
+    semantics: EngineSemantics,
+    timing: TimingProfile,
+    manifest: Manifest,
+    *,
+    believed_semantics: EngineSemantics | None = None,
+    believed: Capabilities | None = None,
+    **facts,
+):
+    """Write an emulated card as :func:`hw.emulator.write_card` does; opens devices on it.
+
+    ``believed``: what the program believes of it, where that is not what it is.
+    """
     calbin = emulator.write_card(folder, manifest, timing, semantics, **facts)
+    believed_semantics = believed_semantics or semantics
+    believed = believed or Capabilities.assumed(believed_semantics)
 
     @asynccontextmanager
     async def opened():
-        believed = Capabilities.assumed(semantics)
-        async with open_hw(LIBRARIES / SHIM_ON_EMULATOR, calbin, semantics, believed) as device:
+        library = LIBRARIES / SHIM_ON_EMULATOR
+        async with open_hw(library, calbin, believed_semantics, believed) as device:
             yield device
 
     return opened
