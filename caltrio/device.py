@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from enum import IntEnum
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from attrs import define, field, frozen
 from numpy.typing import NDArray
@@ -27,10 +27,6 @@ from .manifest import (
 from .semantics import EngineSemantics
 from .timer import Timer
 from .timing import TimingProfile
-
-WITHDRAWN = -1
-"""What :meth:`Device.infer` returns for a job that was withdrawn in time; no code of CalRT's."""
-
 
 class WaitStatus(IntEnum):
     """``OutputBuf::GetStatus()``; judged together with the return code of ``Wait()`` (§6.5)."""
@@ -68,6 +64,35 @@ class Completion:
     status: WaitStatus
     stages: StageTimes
     calls: CallTimes | None = None
+
+
+class Submission(NamedTuple):
+    """``infer()`` has returned for ``job``, or it was withdrawn before ``infer()`` was called."""
+
+    job: Job
+    rc: int
+    withdrawn: bool
+
+
+class Ring(Protocol):
+    """Threads of a device's that make the calls: jobs are handed over, and nobody waits for them.
+
+    It has the in-flight limit, and takes one job more than that: it holds it back, and submits it
+    when another one returns, without waiting for the executor.
+    """
+
+    def hand_over(self, job: Job) -> int | None:
+        """Call ``infer()`` with ``job`` as soon as fewer than the limit are in flight.
+
+        ``None``: :meth:`Device.wait` will return its :class:`Submission`, and until then no other job
+        may come. A code: it was refused at once, and nothing follows.
+        """
+
+    def withdraw(self, job: Job) -> None:
+        """Do not call ``infer()`` with ``job`` any more, if that is still possible."""
+
+    def limit(self, max_inflight: int) -> None:
+        """The in-flight limit from here on."""
 
 
 class DeviceBuffers(Protocol):
@@ -116,21 +141,8 @@ class Device(Protocol):
         """The KV manager of what is configured now."""
 
     @property
-    def ahead(self) -> int:
-        """Jobs beyond the in-flight limit that it takes and holds back itself: 0 or 1.
-
-        With 1, :meth:`infer` may be called while the limit is reached; the device submits the job
-        when :meth:`wait` is about to return another, without waiting for the executor.
-        """
-
-    def limit(self, max_inflight: int) -> None:
-        """The in-flight limit from here on, for a device that holds a job back."""
-
-    def withdraw(self, job: Job) -> None:
-        """Do not submit ``job`` any more, if that is still possible; :meth:`infer` then returns.
-
-        Nothing to do for a device that holds no job back.
-        """
+    def ring(self) -> Ring | None:
+        """Threads of its own that make the calls, if it has some: :meth:`infer` is then not used."""
 
     def models(self) -> Sequence[DeviceModel]:
         """``GetAllModels()``: every graph of the calbin, as the device reports it."""
@@ -148,14 +160,14 @@ class Device(Protocol):
         """Submit ``job``; returns the CalRT return code once the runtime has taken it or refused.
 
         May block while no engine slot is free. After code 0 the device owns the job's buffers
-        until :meth:`wait` has returned the job; after any other code, or after :data:`WITHDRAWN`,
-        it never touched them.
+        until :meth:`wait` has returned the job; after any other code it never touched them.
         """
 
-    async def wait(self) -> Completion:
+    async def wait(self) -> Completion | Submission:
         """The next completion, in the order in which the device lets ``Wait()`` return.
 
-        Blocks while there is none. Each submitted job is returned exactly once, unless a reset
+        A device with a ring also returns what became of each submission, before the completion that
+        it leads to. Blocks while there is nothing. Each submitted job is returned exactly once, unless a reset
         ends it.
         """
 
@@ -223,23 +235,33 @@ class DeviceKind:
     check_timing: str | None = None
 
 
+def _entries() -> dict[str, EntryPoint]:
+    found = {entry.name: entry for entry in entry_points(group="caltrio.devices")}
+    return dict(sorted(found.items()))
+
+
+def _load(entry: EntryPoint) -> DeviceKind:
+    kind = entry.load()
+    if not isinstance(kind, DeviceKind):
+        raise TypeError(f"entry point {entry.value!r} of caltrio.devices is not a DeviceKind")
+    return kind
+
+
 def device_kinds() -> list[DeviceKind]:
     """Every kind of device that is installed, by name."""
-    found = []
-    for entry in entry_points(group="caltrio.devices"):
-        kind = entry.load()
-        if not isinstance(kind, DeviceKind):
-            raise TypeError(f"entry point {entry.value!r} of caltrio.devices is not a DeviceKind")
-        found.append(kind)
-    return sorted(found, key=lambda kind: kind.name)
+    return [_load(entry) for entry in _entries().values()]
 
 
 def device_kind(name: str) -> DeviceKind:
-    """The kind of that name, if it can be used here. Raises :class:`InputError` if not."""
-    kinds = {kind.name: kind for kind in device_kinds()}
-    if name not in kinds:
-        raise InputError("--device", "", f"{name!r} is unknown", f"use one of {', '.join(kinds)}")
-    reason = kinds[name].unavailable()
+    """The kind of that name, if it can be used here. Raises :class:`InputError` if not.
+
+    Nothing of the other kinds is imported.
+    """
+    entries = _entries()
+    if name not in entries:
+        raise InputError("--device", "", f"{name!r} is unknown", f"use one of {', '.join(entries)}")
+    kind = _load(entries[name])
+    reason = kind.unavailable()
     if reason is not None:
         raise InputError("--device", name, reason)
-    return kinds[name]
+    return kind

@@ -1,5 +1,8 @@
 """sim -> caltrio <- hw, walked over the real imports."""
 
+import subprocess
+import sys
+
 import grimp
 import pytest
 
@@ -55,3 +58,23 @@ def test_core_knows_no_io(graph):
             assert imported.split(".")[0] not in IO, (module, imported)
             if imported.startswith("caltrio"):
                 assert any(imported == ok or imported.startswith(ok + ".") for ok in IN_CORE)
+
+
+@pytest.mark.parametrize(
+    ("name", "others"), [("fake", ("sim", "hw", "matplotlib")), ("emulator", ("sim", "matplotlib"))]
+)
+def test_a_kind_of_device_brings_no_other(name, others):
+    """A service on the card does not import the simulation, and what that draws with."""
+    program = f"""
+import sys
+from caltrio.device import device_kind
+from caltrio.errors import InputError
+try:
+    device_kind({name!r})
+except InputError:
+    pass  # not built
+print(*sys.modules)
+"""
+    line = [sys.executable, "-c", program]
+    ended = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert not set(others) & set(ended.stdout.split())
