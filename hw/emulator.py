@@ -167,16 +167,7 @@ def run(main: Callable[[OpenDevice], Awaitable[T]], options: DeviceOptions) -> T
     """
     believed = options.capabilities or Capabilities.assumed(options.semantics)
 
-    with tempfile.TemporaryDirectory(prefix="caltrio-emulator-") as folder:
-        calbin = options.calbin or write_card(
-            Path(folder),
-            options.model,
-            options.timing,
-            options.semantics,
-            seed=options.seed,
-            tokens=options.tokens,
-        )
-
+    def on_card(calbin: Path) -> T:
         @asynccontextmanager
         async def opened() -> AsyncIterator[Device]:
             library = LIBRARIES / SHIM_ON_EMULATOR
@@ -184,6 +175,19 @@ def run(main: Callable[[OpenDevice], Awaitable[T]], options: DeviceOptions) -> T
                 yield device
 
         return trio.run(main, opened)
+
+    if options.calbin is not None:
+        return on_card(options.calbin)
+    with tempfile.TemporaryDirectory(prefix="caltrio-emulator-") as folder:
+        calbin = write_card(
+            Path(folder),
+            options.model,
+            options.timing,
+            options.semantics,
+            seed=options.seed,
+            tokens=options.tokens,
+        )
+        return on_card(calbin)
 
 
 KIND = DeviceKind(
