@@ -27,6 +27,7 @@ from emulated import (
 from support import MS, US, card, needs_emulator, profile
 
 import caltrio.drills
+import hw.device
 from caltrio.capabilities import Capabilities
 from caltrio.codes import Action, CalrtCode, verdict
 from caltrio.core.job import JobState
@@ -73,6 +74,13 @@ def faulty(tmp_path):
         return driven(open_device, warm_up=GOLDEN.warm_up, **limits)
 
     return faulty
+
+
+@pytest.fixture
+def quick_end(monkeypatch):
+    """A driver that waits less for threads that never end."""
+    monkeypatch.setattr(hw.device, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(hw.device, "_SETTLE_NS", 200 * MS)
 
 
 async def asks(executor, index=0, tokens=2):
@@ -254,7 +262,7 @@ async def test_an_infer_that_hangs_until_a_reset(faulty, in_flight):
 
 @BOTH
 @pytest.mark.parametrize("fault", ["hang at=3", "hang_infer at=3"])
-async def test_without_a_reset_what_hangs_ends_the_service(faulty, fault, in_flight):
+async def test_without_a_reset_what_hangs_ends_the_service(faulty, quick_end, fault, in_flight):
     async with faulty(fault, max_inflight=in_flight, semantics=NO_RESET, **HANGS) as executor:
         assert isinstance(await strike(executor), DeadlineExceeded)
         assert exit_code(executor) == 75
@@ -263,7 +271,7 @@ async def test_without_a_reset_what_hangs_ends_the_service(faulty, fault, in_fli
     assert path(executor) == [*STARTED, *ENDED]
 
 
-async def test_a_wait_that_no_reset_ends(faulty):
+async def test_a_wait_that_no_reset_ends(faulty, quick_end):
     """The reset is no success then, whatever the card says: memory is still in its hands."""
     async with faulty("hang_for_ever at=3", **HANGS) as executor:
         assert isinstance(await strike(executor, 0), DeadlineExceeded)
