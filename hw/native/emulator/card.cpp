@@ -288,8 +288,10 @@ void Card::compute(Job& job, const Mapped& output) {
 }
 
 void Card::write(Job& job, const Mapped& output) {
-  std::memcpy(output.host, job.logits.data(), job.logits.size() * sizeof(std::uint16_t));
-  if (!job.logits.empty()) spare_.push_back(std::move(job.logits));
+  if (!job.logits.empty()) {  // tokens are computed
+    std::memcpy(output.host, job.logits.data(), job.logits.size() * sizeof(std::uint16_t));
+    spare_.push_back(std::move(job.logits));
+  }
   if (const FaultLine* fault = strikes("wait")) job.code = fault->code ? fault->code : 13;
   if ((job.code != 0 || job.exception) && file_.compute_tokens)
     TokenModel::failed(kv_, job.transfer, file_.kv_after_failed_wait);
