@@ -28,6 +28,7 @@ from .semantics import EngineSemantics
 from .timer import Timer
 from .timing import TimingProfile
 
+
 class WaitStatus(IntEnum):
     """``OutputBuf::GetStatus()``; judged together with the return code of ``Wait()`` (§6.5)."""
 
@@ -167,8 +168,8 @@ class Device(Protocol):
         """The next completion, in the order in which the device lets ``Wait()`` return.
 
         A device with a ring also returns what became of each submission, before the completion that
-        it leads to. Blocks while there is nothing. Each submitted job is returned exactly once, unless a reset
-        ends it.
+        it leads to. Blocks while there is nothing. Each submitted job is returned exactly once,
+        unless a reset ends it.
         """
 
     async def reset(self) -> int:

@@ -23,7 +23,7 @@ from .core.job import Job, JobTimings
 from .core.lifecycle import LifecycleState
 from .core.request import RequestState
 from .core.scheduler import Core
-from .device import WITHDRAWN, Device, StageTimes, WaitStatus
+from .device import Device, Ring, StageTimes, Submission, WaitStatus
 from .errors import (
     InputMismatch,
     InvalidArgument,
@@ -123,9 +123,15 @@ class Executor:
         self._listeners = tuple(listeners)
         self._warm_up = warm_up
         self.core = Core(
-            config, device.semantics.engines, self._tell, device.capabilities, device.ahead
+            config,
+            device.semantics.engines,
+            self._tell,
+            device.capabilities,
+            ahead=int(device.ring is not None),
         )
+        self._ring = device.ring
         self._told_limit = 0
+        self._handing_over = False
         self._submitter_wake = _Parking()
         self._timer_wake = _Parking()
         self._drain_wake = _Parking()
@@ -293,14 +299,9 @@ class Executor:
                 _wake(ended[0])
             else:
                 self._timer.in_turn([partial(_wake, one) for one in ended])
-        if core.to_withdraw:
-            withdrawn, core.to_withdraw = core.to_withdraw, []
-            for job in withdrawn:
-                self._device.withdraw(job)
-        if core.health.limit != self._told_limit:
-            self._told_limit = core.health.limit
-            self._device.limit(self._told_limit)
-        if core.has_submission:
+        if self._ring is not None:
+            self._feed(self._ring)
+        elif core.has_submission:
             self._submitter_wake.signal()
         next_ns = core.next_deadline_ns()
         if next_ns is not None and (self._armed_ns is None or next_ns < self._armed_ns):
@@ -313,36 +314,66 @@ class Executor:
             if core.lifecycle is LifecycleState.FAILED:
                 self._ended.set()
 
+    def _feed(self, ring: Ring) -> None:
+        """What a ring is to know and to have: nobody waits for a job that is handed over."""
+        core = self.core
+        if core.to_withdraw:
+            withdrawn, core.to_withdraw = core.to_withdraw, []
+            for each in withdrawn:
+                ring.withdraw(each)
+        if core.health.limit != self._told_limit:
+            self._told_limit = core.health.limit
+            ring.limit(self._told_limit)
+        if self._handing_over:
+            return  # what follows from it: the loop below goes on
+        self._handing_over = True
+        try:
+            while (job := core.next_submission()) is not None:
+                if self._prepare(job):
+                    rc = ring.hand_over(job)
+                    if rc is not None:
+                        self._submitted(job, rc)
+        finally:
+            self._handing_over = False
+
+    def _prepare(self, job: Job) -> bool:
+        """Load the inputs of ``job``; is it prepared?"""
+        memory = host_memory(job)
+        try:
+            memory.load(self._device, job)
+        except RequestError as error:
+            memory.unload()
+            self.core.prepare_failed(job, error, self._timer.now_ns())
+            self._act()
+            return False
+        self.core.prepared(job, self._timer.now_ns())
+        if job.queue_deadline_ns is not None:
+            self._act()  # infer() may block until then
+        return True
+
+    def _submitted(self, job: Job, rc: int, *, withdrawn: bool = False) -> None:
+        """``infer()`` has returned, or was not called."""
+        if rc != CalrtCode.SUCCESS or withdrawn:
+            host_memory(job).unload()
+        if withdrawn:
+            self.core.withdrawn(job, self._timer.now_ns())
+        else:
+            self.core.submit_returned(job, rc, self._timer.now_ns())
+        self._act()
+
     # --- the service tasks ----------------------------------------------------------------------------
 
     async def _submitter(self) -> NoReturn:
-        """The only task that prepares jobs and calls ``infer()`` (§5.1 rule 2)."""
-        device, core, timer = self._device, self.core, self._timer
+        """The only task that prepares jobs and calls ``infer()`` (§5.1 rule 2), if there is no ring."""
+        device, core = self._device, self.core
         while True:
             job = core.next_submission()
             if job is None:
                 await self._submitter_wake.wait()
-                continue
-            memory = host_memory(job)
-            try:
-                memory.load(device, job)
-            except RequestError as error:
-                memory.unload()
-                core.prepare_failed(job, error, timer.now_ns())
-                self._act()
-                await trio.lowlevel.checkpoint()
-                continue
-            core.prepared(job, timer.now_ns())
-            if job.queue_deadline_ns is not None:
-                self._act()  # infer() may block until then
-            rc = await device.infer(job)
-            if rc != CalrtCode.SUCCESS:
-                memory.unload()
-            if rc == WITHDRAWN:
-                core.withdrawn(job, timer.now_ns())
+            elif self._prepare(job):
+                self._submitted(job, await device.infer(job))
             else:
-                core.submit_returned(job, rc, timer.now_ns())
-            self._act()
+                await trio.lowlevel.checkpoint()
 
     async def _completer(self) -> NoReturn:
         """The only task that calls ``wait()``; it checks and converts the output too."""
@@ -350,6 +381,9 @@ class Executor:
         while True:
             done = await self._device.wait()
             job = done.job
+            if isinstance(done, Submission):
+                self._submitted(job, done.rc, withdrawn=done.withdrawn)
+                continue
             memory = None if job.final else host_memory(job)
             failed = done.status is WaitStatus.DONE_CCU_EXCEPTION
             if memory is not None and done.rc == CalrtCode.SUCCESS and not failed:
@@ -508,7 +542,8 @@ class Executor:
         try:
             with until:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._submitter)
+                    if self._ring is None:
+                        nursery.start_soon(self._submitter)
                     nursery.start_soon(self._completer)
                     nursery.start_soon(self._expirer)
                     nursery.start_soon(self._recoverer)

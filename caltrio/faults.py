@@ -22,7 +22,7 @@ from .codes import CalrtCode
 from .core.buffers import BufferSlot
 from .core.job import Job
 from .core.kv import KvManager
-from .device import WITHDRAWN, Completion, Device, DeviceBuffers, WaitStatus
+from .device import Completion, Device, DeviceBuffers, Ring, Submission, WaitStatus
 from .manifest import DeviceModel, DeviceTensor, ModelGeneration, SubmodelContract
 from .prepare import host_memory
 from .semantics import EngineSemantics
@@ -153,6 +153,16 @@ class _FaultyKv:
         self._inner.release(sequence_id)
 
 
+class _FaultyRing:
+    def __init__(self, inner: Ring, plan: FaultPlan) -> None:
+        self._inner, self._plan = inner, plan
+        self.withdraw, self.limit = inner.withdraw, inner.limit
+
+    def hand_over(self, job: Job) -> int | None:
+        fault = self._plan.strikes(Point.SUBMIT, job)
+        return self._inner.hand_over(job) if fault is None else _code(fault)
+
+
 class FaultyBuffers:
     """A device's buffers with faults. ``inner`` is what the device below gets."""
 
@@ -250,17 +260,9 @@ class FaultyDevice:
         return _FaultyKv(self.inner.kv, self.plan)
 
     @property
-    def ahead(self) -> int:
-        """As of the device."""
-        return self.inner.ahead
-
-    def limit(self, max_inflight: int) -> None:
-        """As of the device."""
-        self.inner.limit(max_inflight)
-
-    def withdraw(self, job: Job) -> None:
-        """As of the device."""
-        self.inner.withdraw(job)
+    def ring(self) -> _FaultyRing | None:
+        """As of the device, with faults."""
+        return None if self.inner.ring is None else _FaultyRing(self.inner.ring, self.plan)
 
     def models(self) -> Sequence[DeviceModel]:
         """As of the device; one name off by a character while that is injected."""
@@ -290,17 +292,17 @@ class FaultyDevice:
         if fault is not None:
             await trio.lowlevel.checkpoint()
             return _code(fault)
-        assert job.lease is not None
-        slot = job.lease.slot
-        rc = await self.inner.infer(job)
-        if rc != WITHDRAWN:
-            _note(self.inferred, job.job_id)
-            self.slots[job.job_id] = slot
-            if len(self.slots) > _REMEMBERED:
-                del self.slots[next(iter(self.slots))]
-        return rc
+        self._note_infer(job)
+        return await self.inner.infer(job)
 
-    async def wait(self) -> Completion:
+    def _note_infer(self, job: Job) -> None:
+        _note(self.inferred, job.job_id)
+        assert job.lease is not None
+        self.slots[job.job_id] = job.lease.slot
+        if len(self.slots) > _REMEMBERED:
+            del self.slots[next(iter(self.slots))]
+
+    async def wait(self) -> Completion | Submission:
         """The next completion, with what is injected into it."""
         while True:
             if self._ready:
@@ -309,8 +311,13 @@ class FaultyDevice:
                 if not done.job.final:
                     _note(self.waited, done.job.job_id)
                 return done
-            done = await self.inner.wait()
-            job = done.job
+            came = await self.inner.wait()
+            job = came.job
+            if isinstance(came, Submission):
+                if not came.withdrawn and not job.final:
+                    self._note_infer(job)
+                return came
+            done = came
             if job.final:
                 return done
             if self.plan.strikes(Point.HOLD, job) is not None:

@@ -63,7 +63,7 @@ class FakeDevice:
         reset_code: what a reset returns; the default semantics have none to offer.
     """
 
-    ahead: ClassVar[int] = 0
+    ring: ClassVar[None] = None
 
     busy_ns: int = 1_000_000
     submit_codes: dict[int, int] = field(factory=dict)
@@ -87,12 +87,6 @@ class FakeDevice:
         self._due: deque[tuple[int, Job]] = deque()
         self._more = trio.Event()
         self._cells: dict[int, list[int]] = {}
-
-    def limit(self, max_inflight: int) -> None:
-        """Nothing to do: it holds no job back."""
-
-    def withdraw(self, job: Job) -> None:
-        """Nothing to do: it holds no job back."""
 
     def models(self) -> Sequence[DeviceModel]:
         """Exactly what the manifest says."""

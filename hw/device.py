@@ -18,12 +18,11 @@ from typing import Any, cast
 
 import trio
 from numpy.typing import NDArray
-from trio.lowlevel import Abort, RaiseCancelT, current_task, reschedule, wait_task_rescheduled
 
 from caltrio.capabilities import Capabilities
 from caltrio.codes import CalrtCode, code_name
 from caltrio.core.job import CallTimes, Job
-from caltrio.device import WITHDRAWN, Completion, StageTimes, WaitStatus
+from caltrio.device import Completion, StageTimes, Submission, WaitStatus
 from caltrio.errors import InputError
 from caltrio.manifest import DeviceModel, DeviceTensor, ModelGeneration, SubmodelContract
 from caltrio.prepare import host_memory
@@ -35,7 +34,6 @@ from .bindings import ffi, keep_for_ever, load
 _BATCH = 16  # reports of one call
 _SETTLE_NS = 1_000_000_000  # after a reset, for every Wait() to return
 _CLOSE_S = 2.0  # for the native threads to end
-_PATIENCE_NS = 200_000  # infer() is expected to return by then; it comes as a report if not
 _DTYPES = ("s32", "bf16", "f32")
 
 
@@ -176,8 +174,6 @@ class HwDevice:
         capabilities: what may be used of it.
     """
 
-    ahead = 1
-
     def __init__(
         self, library: Any, calbin: Path, semantics: EngineSemantics, capabilities: Capabilities
     ) -> None:
@@ -198,13 +194,8 @@ class HwDevice:
         self._submissions = ffi().new("caltrio_submission[]", _BATCH)
         self._completions = ffi().new("caltrio_completion[]", _BATCH)
         self._counts = ffi().new("int32_t[2]")
-        self._one = ffi().new("caltrio_submission *")
-        self._submitting: int | None = None  # the token that infer() waits for,
-        self._submitted_job: Job | None = None  # and its job
-        self._submitter: trio.lowlevel.Task | None = None
-        self._report: tuple[int, bool] = (0, False)  # (rc, withdrawn) for it
-        self._done: deque[tuple[int, Completion]] = deque()
-        self._completer: trio.lowlevel.Task | None = None  # waits for infer() to return first
+        self._reports: deque[Submission | Completion] = deque()  # fetched, and not yet told
+        self._handed_over: tuple[int, Job | None] = (-1, None)  # last
         self._look_at_failure = False
 
     # --- what the runtime holds ---------------------------------------------------------------------
@@ -257,112 +248,73 @@ class HwDevice:
 
     # --- jobs ---------------------------------------------------------------------------------------
 
+    @property
+    def ring(self) -> HwDevice:
+        """Itself."""
+        return self
+
     def limit(self, max_inflight: int) -> None:
         """As the protocol says."""
         self._limit = max_inflight
         self._library.caltrio_limit(self._device, max_inflight)
 
-    def withdraw(self, job: Job) -> None:
-        """As the protocol says; the ring decides whether it was in time."""
-        if self._submitting is not None and self._submitted_job is job:
-            self._library.caltrio_withdraw(self._device, self._submitting)
-
-    async def infer(self, job: Job) -> int:
-        """As the protocol says; with the limit reached, returns once another job is back."""
+    def hand_over(self, job: Job) -> int | None:
+        """As the protocol says."""
         token = self._next_token
         self._next_token += 1
-        buffers = cast(HwBuffers, host_memory(job).buffers)
-        buffers = getattr(buffers, "inner", buffers)
+        buffers = host_memory(job).buffers
+        buffers = cast(HwBuffers, getattr(buffers, "inner", buffers))  # without what injects faults
         self._jobs[token] = job, buffers
-        self._submitting, self._submitted_job = token, job
-        try:
-            at_once = self._library.caltrio_submit(
-                self._device,
-                buffers.handle,
-                token,
-                job.engine,
-                job.sequence_id,
-                _PATIENCE_NS,
-                self._one,
-            )
-            if at_once == 1:
-                rc, withdrawn = self._one.rc, self._one.withdrawn
-            else:
-                assert at_once == 0, "the ring takes one job at a time"
-                rc, withdrawn = await self._reported(token)
-        finally:
-            self._submitting = None
-            if self._completer is not None:
-                completer, self._completer = self._completer, None
-                reschedule(completer)
-        if withdrawn or rc != CalrtCode.SUCCESS:
-            del self._jobs[token]
-        return WITHDRAWN if withdrawn else int(rc)
+        self._handed_over = token, job
+        taken = self._library.caltrio_submit(
+            self._device, buffers.handle, token, job.engine, job.sequence_id, 0, self._submissions
+        )
+        if taken == 0:
+            return None
+        del self._jobs[token]
+        return CalrtCode.UNAVAILABLE
 
-    async def _reported(self, token: int) -> tuple[int, bool]:
-        """Wait until :meth:`wait` fetches what became of the submission."""
-        self._submitter = current_task()
-
-        def abort(_raise_cancel: RaiseCancelT) -> Abort:
-            self._submitter = None
+    def withdraw(self, job: Job) -> None:
+        """As the protocol says; the ring decides whether it is in time."""
+        token, last = self._handed_over
+        if last is job:
             self._library.caltrio_withdraw(self._device, token)
-            return Abort.SUCCEEDED
 
-        await wait_task_rescheduled(abort)
-        return self._report
+    async def infer(self, job: Job) -> int:
+        """Raises ``TypeError``: its ring calls ``infer()``."""
+        raise TypeError("jobs go to this device through its ring")
 
-    async def wait(self) -> Completion:
+    async def wait(self) -> Completion | Submission:
         """As the protocol says; in the order of submission."""
         if self._look_at_failure:
             # The executor has judged the failure by now, and withdrawn what it no longer wants.
             self._look_at_failure = False
             self._library.caltrio_resume(self._device)
-        slept = False
-        while True:
-            if not self._done:
-                # Not before: whoever got the last result is to go on first.
-                await trio.lowlevel.wait_readable(self._fd)
-                slept = True
-                self._drain()
-            elif self._done[0][0] == self._submitting:
-                await self._submission_seen()
-                slept = True
-            else:
-                break
-        if not slept:
-            await trio.lowlevel.checkpoint()
-        _, done = self._done.popleft()
-        self._look_at_failure = done.rc != CalrtCode.SUCCESS or done.status is not WaitStatus.DONE
-        return done
-
-    async def _submission_seen(self) -> None:
-        """A job can be back before its infer() has been heard of: that comes first."""
-        self._completer = current_task()
-
-        def abort(_raise_cancel: RaiseCancelT) -> Abort:
-            self._completer = None
-            return Abort.SUCCEEDED
-
-        await wait_task_rescheduled(abort)
+        while not self._reports:
+            await trio.lowlevel.wait_readable(self._fd)
+            self._drain()
+        report = self._reports.popleft()
+        if isinstance(report, Completion):
+            failed = report.rc != CalrtCode.SUCCESS or report.status is not WaitStatus.DONE
+            self._look_at_failure = failed
+        return report
 
     def _drain(self) -> None:
-        counts = self._counts
+        counts, jobs = self._counts, self._jobs
         self._library.caltrio_drain(
             self._device, self._submissions, counts, self._completions, counts + 1, _BATCH
         )
         for index in range(counts[0]):
-            report = self._submissions[index]
-            if self._submitter is not None and report.token == self._submitting:
-                submitter, self._submitter = self._submitter, None
-                self._report = report.rc, bool(report.withdrawn)
-                reschedule(submitter)
-            elif report.withdrawn or report.rc != CalrtCode.SUCCESS:
-                self._jobs.pop(report.token, None)  # nobody waits any more
+            told = self._submissions[index]
+            token, rc, withdrawn = told.token, told.rc, bool(told.withdrawn)
+            gone = withdrawn or rc != CalrtCode.SUCCESS
+            job, _ = jobs.pop(token) if gone else jobs[token]
+            self._reports.append(Submission(job, rc, withdrawn))
         for index in range(counts[1]):
             raw = self._completions[index]
-            job, buffers = self._jobs.pop(raw.token)
+            job, buffers = jobs.pop(raw.token)
             buffers.output_has(raw.output_bytes)
-            self._done.append((raw.token, self._completion(job, raw)))
+            self._reports.append(self._completion(job, raw))
 
     def _completion(self, job: Job, raw: Any) -> Completion:
         offset = self._offset_ns

@@ -60,7 +60,7 @@ class SimDevice:
         kv_tokens: tokens of KV that the card has; ``None`` leaves the limit to the executor.
     """
 
-    ahead = 0
+    ring = None
 
     def __init__(
         self,
@@ -102,12 +102,6 @@ class SimDevice:
         self._transfers: dict[int, Transfer] = {}
 
     # --- what the runtime holds ---------------------------------------------------------------------
-
-    def limit(self, max_inflight: int) -> None:
-        """Nothing to do: it holds no job back."""
-
-    def withdraw(self, job: Job) -> None:
-        """Nothing to do: it holds no job back."""
 
     def models(self) -> Sequence[DeviceModel]:
         """Exactly what the manifest says, with the tile size of the current graph where it divides."""
