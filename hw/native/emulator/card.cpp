@@ -75,14 +75,18 @@ void Card::loop() {
   }
 }
 
-// Events that are due and not yet done come before what a caller does now.
-void Card::catch_up(Lock& lock) {
+// Events that are due and not yet done come before what a caller does now; returns that now.
+Ns Card::catch_up(Lock& lock) {
   const std::uint64_t generation = generation_;
   ++catching_up_;
+  Ns now = now_ns();
   while (!stopping_ && generation == generation_ && engine_ && engine_->time.next() >= 0 &&
-         engine_->time.next() <= now_ns())
+         engine_->time.next() <= now) {
     changed_.wait(lock);
+    now = now_ns();
+  }
   --catching_up_;
+  return now;
 }
 
 int Card::configure(const CalbinFile& calbin, const CardFile& file) {
@@ -244,15 +248,16 @@ int Card::submit(const std::string& model, const std::map<std::string, Mapped>& 
     sleep_until(due);
     lock.lock();
   }
-  catch_up(lock);
+  Ns now = catch_up(lock);
   while (generation == generation_ && !stopping_ && engine_->free_slot(engine) < 0) {
     if (file_.submit_when_full == WhenFull::Busy) return kBusy;
     changed_.wait(lock);
+    now = catch_up(lock);
   }
   if (generation != generation_ || stopping_) return kUnavailable;
   issued_.push_back(job);
   *made = job;
-  engine_->time.set(now_ns());
+  engine_->time.set(now);
   engine_->start(job->flight, engine_->free_slot(engine));
   timer_.notify_all();
   return 0;

@@ -64,7 +64,7 @@ class Card {
  private:
   using Lock = std::unique_lock<std::mutex>;
   void loop();
-  void catch_up(Lock& lock);
+  Ns catch_up(Lock& lock);
   const FaultLine* strikes(const char* point);
   Ns jittered(Stage stage, Ns duration, std::int64_t number) const;
   void read(Job& job, const std::map<std::string, Mapped>& inputs);
