@@ -7,12 +7,14 @@ lock, is between two jobs on the card.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -133,9 +135,16 @@ def _bytes(name: str) -> bytes:
     return name.encode()
 
 
+def _text(raw: Any) -> str:
+    """A name of the runtime's, of which nobody promised that it is text."""
+    return cast(bytes, ffi().string(raw)).decode(errors="backslashreplace")
+
+
 def _tensor(raw: Any) -> DeviceTensor:
     shape = tuple(raw.shape[index] for index in range(min(raw.rank, 8)))
-    return DeviceTensor(ffi().string(raw.name).decode(), shape, _DTYPES[raw.dtype], raw.byte_size)
+    known = 0 <= raw.dtype < len(_DTYPES)
+    dtype = _DTYPES[raw.dtype] if known else f"type {raw.dtype}"
+    return DeviceTensor(_text(raw.name), shape, dtype, raw.byte_size)
 
 
 class HwKv:
@@ -181,7 +190,7 @@ class HwDevice:
         self.semantics, self.capabilities = semantics, capabilities
         self._library = library
         code = ffi().new("int32_t *")
-        self._device = library.caltrio_open(str(calbin).encode(), code)
+        self._device = library.caltrio_open(os.fsencode(calbin), code)
         if self._device == ffi().NULL:
             raise InputError(str(calbin), "", f"cannot be loaded: CalRT code {code_name(code[0])}")
         self._fd: int = library.caltrio_event_fd(self._device)
@@ -206,16 +215,18 @@ class HwDevice:
         return [self._model(index) for index in range(library.caltrio_model_count(device))]
 
     def _model(self, index: int) -> DeviceModel:
-        library, device, text = self._library, self._device, ffi().string
+        library, device = self._library, self._device
         raw, key, value = (ffi().new(kind) for kind in ("caltrio_tensor *", "char **", "char **"))
         tensors = []
         for each in range(library.caltrio_model_tensors(device, index)):
             library.caltrio_model_tensor(device, index, each, raw)
             tensors.append(_tensor(raw))
         metadata: dict[str, str] = {}
-        while library.caltrio_model_metadata(device, index, len(metadata), key, value) == 0:
-            metadata[text(key[0]).decode()] = text(value[0]).decode()
-        name = text(library.caltrio_model_name(device, index)).decode()
+        for each in count():
+            if library.caltrio_model_metadata(device, index, each, key, value) != 0:
+                break
+            metadata[_text(key[0])] = _text(value[0])
+        name = _text(library.caltrio_model_name(device, index))
         return DeviceModel(name, tuple(tensors), metadata)
 
     async def configure(self, generation: ModelGeneration) -> int:

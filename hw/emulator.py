@@ -65,7 +65,7 @@ def write_card(
     Raises :class:`InputError` for what the format cannot say.
     """
     calbin = folder / CALBIN_NAME
-    calbin.write_text("\n".join(_calbin(manifest)) + "\n", encoding="utf-8")
+    model = _calbin(manifest)
     lines = [
         "card 1",
         *_semantics(semantics),
@@ -76,6 +76,7 @@ def write_card(
         f"reset_ns {reset_ns}",
         *(f"fault {line}" for line in faults),
     ]
+    calbin.write_text("\n".join(model) + "\n", encoding="utf-8")
     card_file(calbin).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return calbin
 

@@ -136,13 +136,17 @@ def card(
     ``believed``: what the program believes of it, where that is not what it is.
     """
     calbin = emulator.write_card(folder, manifest, timing, semantics, **facts)
-    believed_semantics = believed_semantics or semantics
-    believed = believed or Capabilities.assumed(believed_semantics)
+    return opener(calbin, believed_semantics or semantics, believed)
+
+
+def opener(calbin: Path, semantics: EngineSemantics, believed: Capabilities | None = None):
+    """Opens devices on the card that is there."""
 
     @asynccontextmanager
     async def opened():
         library = LIBRARIES / SHIM_ON_EMULATOR
-        async with open_hw(library, calbin, believed_semantics, believed) as device:
+        trusted = believed or Capabilities.assumed(semantics)
+        async with open_hw(library, calbin, semantics, trusted) as device:
             yield device
 
     return opened

@@ -138,7 +138,10 @@ CalbinFile read_calbin(const std::string& path) {
       const auto role = line.one_of<std::string Graph::*>(
           {{"tokens", &Graph::tokens}, {"position", &Graph::position}, {"logits", &Graph::logits}});
       calrt::TensorInfo tensor;
+      if (!(graph.*role).empty()) line.fail("the graph has that tensor already");
       tensor.name = graph.*role = line.word();
+      for (const calrt::TensorInfo& other : graph.info.tensors)
+        if (other.name == tensor.name) line.fail("two tensors are named '" + tensor.name + "'");
       tensor.dtype = line.one_of<calrt::PrimitiveType>({{"s32", calrt::PrimitiveType::S32},
                                                         {"bf16", calrt::PrimitiveType::BF16},
                                                         {"f32", calrt::PrimitiveType::F32}});
@@ -153,9 +156,12 @@ CalbinFile read_calbin(const std::string& path) {
     } else if (key == "csr") {
       const auto which = line.one_of<std::string Graph::*>(
           {{"cur", &Graph::csr_cur}, {"total", &Graph::csr_total}});
+      if (!(graph.*which).empty()) line.fail("the graph has that CSR already");
       graph.*which = line.word();
     } else if (key == "meta") {
       const std::string name = line.word(), value = line.word();
+      for (const auto& other : graph.info.metadata)
+        if (other.first == name) line.fail("the graph has '" + name + "' already");
       graph.info.metadata.emplace_back(name, value);
       if (name == "logits_tile_d0") graph.tile_d0 = static_cast<int>(line.parse(value, 1, 1 << 24));
     } else {
@@ -173,6 +179,7 @@ CalbinFile read_calbin(const std::string& path) {
 CardFile read_card(const std::string& path) {
   CardFile card;
   bool headed = false;
+  std::set<std::string> seen;
   const auto permille = [](Line& line) {
     std::vector<int> parts;
     while (line.more()) parts.push_back(static_cast<int>(line.number(1, 1000)));
@@ -183,7 +190,11 @@ CardFile read_card(const std::string& path) {
     if (!headed) {
       if (key != "card" || line.number(1, 1) != 1) line.fail("this is no card file");
       headed = true;
-    } else if (key == "engines") {
+      return;
+    }
+    if (key != "compute" && key != "fault" && !seen.insert(key).second)
+      line.fail("'" + key + "' is there already");
+    if (key == "engines") {
       card.engines = static_cast<int>(line.number(1, 64));
     } else if (key == "overlap") {
       card.overlap = line.number(0, 1) != 0;
@@ -234,7 +245,9 @@ CardFile read_card(const std::string& path) {
       card.d2h_latency_ns = line.number(0, kMostNs);
       card.d2h_bytes_per_s = line.number(1, kMostNs);
     } else if (key == "compute") {
-      CardFile::Compute& compute = card.compute[line.word()];
+      const std::string kind = line.word();
+      if (card.compute.count(kind)) line.fail("compute of '" + kind + "' is there already");
+      CardFile::Compute& compute = card.compute[kind];
       compute.base_ns = line.number(0, kMostNs);
       compute.per_token_ps = line.number(0, kMostNs);
       compute.per_pair_ps = line.number(0, kMostNs);
