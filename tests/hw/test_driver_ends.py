@@ -1,0 +1,202 @@
+"""The ends of a device: threads, descriptors and memory come back, except what a card may still use."""
+
+import gc
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import psutil
+import pytest
+import trio
+from emulated import CLOSED, MANIFEST, STARTED, driven, held_back, on_card, path, say, until
+from support import MS, US, card, needs_emulator, opener, profile
+
+import hw.device
+from caltrio.config import ExecutorConfig
+from caltrio.executor import open_executor
+from caltrio.prepare import host_memory
+from caltrio.semantics import EngineSemantics
+from caltrio.tomlfile import Ns
+from hw.emulator import write_card
+
+pytestmark = needs_emulator
+
+FULL = EngineSemantics()
+QUICK = profile(h2d=10 * US, compute=50 * US, d2h=10 * US)
+SLOW = profile(h2d=MS, compute=120 * MS, d2h=MS)
+
+
+def threads():
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def descriptors():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+# --- what comes back ------------------------------------------------------------------------------
+
+
+async def test_two_hundred_devices(tmp_path):
+    open_device = card(tmp_path, FULL, QUICK, MANIFEST)
+    process = psutil.Process()
+
+    async def some(count):
+        for _ in range(count):
+            async with open_device() as device:
+                assert len(device.models()) == len(MANIFEST.submodels)
+
+    await some(20)
+    before, memory = (threads(), descriptors()), process.memory_info().rss
+    await some(200)
+    assert (threads(), descriptors()) == before
+    assert process.memory_info().rss - memory < 20 * 2**20  # a device kept would be some hundred KiB
+
+
+async def test_executors_that_worked(tmp_path):
+    open_device = card(tmp_path, FULL, QUICK, MANIFEST)
+    process = psutil.Process()
+
+    async def some(count):
+        for _ in range(count):
+            async with driven(open_device, max_inflight=2) as executor:
+                await say(executor)
+
+    await some(10)
+    gc.collect()
+    before, memory = (threads(), descriptors()), process.memory_info().rss
+    await some(40)
+    gc.collect()
+    assert (threads(), descriptors()) == before
+    assert process.memory_info().rss - memory < 20 * 2**20
+
+
+async def test_several_devices_at_once(tmp_path):
+    """Nothing in the driver or the emulator is of the process."""
+    before = threads(), descriptors()
+    open_device = card(tmp_path, FULL, QUICK, MANIFEST)
+
+    async def client(index):
+        async with driven(open_device, max_inflight=2) as executor:
+            for step in range(4):
+                await say(executor, index + step)
+
+    async with trio.open_nursery() as nursery:
+        for index in range(5):
+            nursery.start_soon(client, index)
+    assert (threads(), descriptors()) == before
+
+
+# --- left early -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["exception", "cancel", "held back"])
+async def test_an_executor_that_is_left_early(tmp_path, how):
+    """With a job on the card, and one held back: the first is waited for, and all is over then."""
+    before = threads(), descriptors()
+
+    async def leave():
+        async with trio.open_nursery() as nursery:
+            async with driven(card(tmp_path, FULL, SLOW, MANIFEST)) as executor:
+                nursery.start_soon(say, executor, 0, 1)
+                await until(lambda: on_card(executor))
+                if how == "held back":
+                    nursery.start_soon(say, executor, 1, 1)
+                    await until(lambda: held_back(executor) is not None)
+                (job,) = on_card(executor)
+                left.append((executor, job))
+                if how == "cancel":
+                    scope.cancel()
+                    await trio.sleep_forever()
+                raise KeyError("left")
+
+    left = []
+    with trio.fail_after(30):
+        if how == "cancel":
+            with trio.CancelScope() as scope:
+                await leave()
+        else:
+            with pytest.raises(ExceptionGroup) as caught:
+                await leave()
+            assert caught.group_contains(KeyError)
+    ((executor, job),) = left
+    assert job.timings.waited_ns is not None
+    assert path(executor) == [*STARTED, *CLOSED]
+    assert (threads(), descriptors()) == before
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+async def arrays_after(open_device):
+    """Weak references to the arrays of a job that was on the card as the executor was left."""
+    config = ExecutorConfig(grace_ns=Ns(50 * MS))
+    arrays = []
+    async with open_device() as device, open_executor(device, MANIFEST, config) as executor:
+        with trio.move_on_after(10):
+            async with executor.sequence(4, 1) as sequence, trio.open_nursery() as nursery:
+                nursery.start_soon(sequence.prefill, [1, 2, 3, 4])
+                await until(lambda: on_card(executor))
+                (job,) = on_card(executor)
+                memory = host_memory(job)
+                arrays = [
+                    weakref.ref(each) for each in (memory.tokens, memory.positions, memory.logits)
+                ]
+                nursery.cancel_scope.cancel()
+        del job, memory
+    return arrays
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_memory_that_a_card_may_still_use_is_never_freed(tmp_path, monkeypatch, hangs):
+    monkeypatch.setattr(hw.device, "_CLOSE_S", 0.2)
+    faults = ["hang_for_ever at=0"] if hangs else []
+    before = threads()
+    begin = time.monotonic()
+    arrays = await arrays_after(card(tmp_path, FULL, QUICK if hangs else SLOW, MANIFEST, faults=faults))
+    assert time.monotonic() - begin < 30
+    for _ in range(3):
+        gc.collect()
+    assert [array() is not None for array in arrays] == [hangs] * 3
+    assert (threads() > before) == hangs
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import trio
+sys.path[:0] = [{tests!r}, {hw!r}]
+from support import opener
+from test_driver_ends import FULL, arrays_after
+import gc
+arrays = trio.run(arrays_after, opener(Path({calbin!r}), FULL))
+gc.collect()
+print(sum(array() is not None for array in arrays), flush=True)
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize(("fault", "alive", "code"), [("hang_for_ever", 3, 75), ("", 0, 7)])
+def test_the_interpreter_ends_as_told(tmp_path, fault, alive, code):
+    """Native threads that hang hold nobody up: the process ends, with the code that it was to have."""
+    faults = [f"{fault} at=0"] if fault else []
+    calbin = write_card(tmp_path, MANIFEST, SLOW, FULL, faults=faults)
+    tests = Path(__file__).parents[1]
+    program = PROGRAM.format(tests=str(tests), hw=str(tests / "hw"), calbin=str(calbin), code=code)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.stdout, ended.stderr, ended.returncode) == (f"{alive}\n", "", code)
+
+
+async def test_a_device_after_one_that_hangs(tmp_path, monkeypatch):
+    """What the process keeps of the first is no matter to the second."""
+    monkeypatch.setattr(hw.device, "_CLOSE_S", 0.2)
+    await arrays_after(card(tmp_path, FULL, QUICK, MANIFEST, faults=["hang_for_ever at=0"]))
+    write_card(tmp_path, MANIFEST, QUICK, FULL)
+    async with driven(opener(tmp_path / "model.calbin", FULL), max_inflight=2) as executor:
+        async with trio.open_nursery() as nursery:
+            for index in range(4):
+                nursery.start_soon(say, executor, index, 6)
