@@ -64,10 +64,10 @@ async def test_executors_that_worked(tmp_path):
             async with driven(open_device, max_inflight=2) as executor:
                 await say(executor)
 
-    await some(10)
+    await some(130)  # until the allocator has what it needs for so many threads one after the other
     gc.collect()
     before, memory = (threads(), descriptors()), process.memory_info().rss
-    await some(40)
+    await some(60)
     gc.collect()
     assert (threads(), descriptors()) == before
     assert process.memory_info().rss - memory < 20 * 2**20
