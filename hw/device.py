@@ -300,14 +300,13 @@ class HwDevice:
         if self._look_at_failure:
             # The executor has judged the failure by now, and withdrawn what it no longer wants.
             self._look_at_failure = False
-            self._library.caltrio_resume(self._device)
+            if not any(map(_failed, self._reports)):
+                self._library.caltrio_resume(self._device)
         while not self._reports:
             await trio.lowlevel.wait_readable(self._fd)
             self._drain()
         report = self._reports.popleft()
-        if isinstance(report, Completion):
-            failed = report.rc != CalrtCode.SUCCESS or report.status is not WaitStatus.DONE
-            self._look_at_failure = failed
+        self._look_at_failure = _failed(report)
         return report
 
     def _drain(self) -> None:
@@ -370,6 +369,13 @@ class HwDevice:
         for buffers in self._buffers:
             buffers.free()
         library.caltrio_free(device)
+
+
+def _failed(report: Submission | Completion) -> bool:
+    """Does it hold the ring up until somebody has looked at it?"""
+    if isinstance(report, Submission):
+        return False
+    return report.rc != CalrtCode.SUCCESS or report.status is not WaitStatus.DONE
 
 
 def _clock_offset_ns(timer: RealTimer) -> int:

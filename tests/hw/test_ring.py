@@ -282,6 +282,25 @@ async def test_a_fault_that_the_service_survives_lets_the_next_one_go_after_the_
     assert path(executor) == [*STARTED, *CLOSED]
 
 
+async def test_each_failure_is_looked_at_before_the_next_job_goes(tmp_path):
+    """Two fail while nobody looks; the first would be survived, but the second is not."""
+    errors = {}
+    lines = ["wait code=13 at=0", "wait code=28 at=1"]
+    async with driven(slow(tmp_path, faults=lines), max_inflight=2) as executor:
+        async with trio.open_nursery() as nursery:
+            for index in range(2):
+                nursery.start_soon(ends, executor, errors, index)
+                await until(lambda: len(on_card(executor)) == index + 1)  # noqa: B023
+            nursery.start_soon(ends, executor, errors, 2)
+            await until(lambda: held_back(executor) is not None)
+            last = held_back(executor)
+            block()
+            block()
+        await until(lambda: executor.core.lifecycle is S.FAILED)
+    assert sorted(error.code for error in errors.values()) == [0, 13, 28]
+    assert_never_submitted(last)
+
+
 @pytest.mark.parametrize("code", [13, 17])
 async def test_after_the_fall_back_there_is_one_at_a_time(tmp_path, code):
     errors = {}

@@ -106,7 +106,7 @@ int32_t caltrio_submit(caltrio_device *device, caltrio_buffers *buffers, uint64_
                        caltrio_submission *out);
 void caltrio_withdraw(caltrio_device *device, uint64_t token);
 void caltrio_limit(caltrio_device *device, int32_t max_inflight);
-/* After a failure the ring submits nothing until this is called. */
+/* After a failure the ring submits nothing until this is called: all that was fetched has been judged. */
 void caltrio_resume(caltrio_device *device);
 /* An eventfd that is readable while there are reports. */
 int32_t caltrio_event_fd(caltrio_device *device);

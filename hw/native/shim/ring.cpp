@@ -51,6 +51,10 @@ void call_wait(caltrio_buffers* buffers, caltrio_completion* done) {
   }
 }
 
+bool failed(const caltrio_completion& done) {
+  return done.rc != calrt::CalrtSuccess || done.exception != 0;
+}
+
 std::int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
              std::chrono::steady_clock::now().time_since_epoch())
@@ -126,7 +130,8 @@ void Ring::limit(int max_inflight) {
 
 void Ring::resume() {
   const Lock lock(mu_);
-  failed_ = false;
+  // One that nobody has fetched yet has not been looked at either.
+  failed_ = failed_ && std::any_of(completions_.begin(), completions_.end(), failed);
   to_submit_.notify_one();
 }
 
@@ -206,7 +211,7 @@ void Ring::completer() {
     lock.lock();
     flying_.pop_front();
     --in_flight_;
-    if (done.rc != calrt::CalrtSuccess || done.exception) failed_ = true;
+    if (failed(done)) failed_ = true;
     completions_.push_back(done);
     signal();
     if (!staged_.empty()) to_submit_.notify_one();

@@ -38,6 +38,7 @@ void begin_thread(const char* name);
 // The vendor's calls, with its exceptions as codes.
 calrt::CalrtCode call_infer(calrt::VirtualDevice* device, caltrio_buffers* buffers, int engine);
 void call_wait(caltrio_buffers* buffers, caltrio_completion* done);
+bool failed(const caltrio_completion& done);
 
 class Ring {
  public:
