@@ -150,12 +150,13 @@ async def arrays_after(open_device):
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-async def test_memory_that_a_card_may_still_use_is_never_freed(tmp_path, monkeypatch, hangs):
+def test_memory_that_a_card_may_still_use_is_never_freed(tmp_path, monkeypatch, hangs):
     monkeypatch.setattr(hw.device, "_CLOSE_S", 0.2)
     faults = ["hang_for_ever at=0"] if hangs else []
     before = threads()
     begin = time.monotonic()
-    arrays = await arrays_after(card(tmp_path, FULL, QUICK if hangs else SLOW, MANIFEST, faults=faults))
+    open_device = card(tmp_path, FULL, QUICK if hangs else SLOW, MANIFEST, faults=faults)
+    arrays = trio.run(arrays_after, open_device)
     assert time.monotonic() - begin < 30
     for _ in range(3):
         gc.collect()
