@@ -277,13 +277,13 @@ class HwDevice:
         buffers = cast(HwBuffers, getattr(buffers, "inner", buffers))  # without what injects faults
         self._jobs[token] = job, buffers
         self._handed_over = token, job
-        taken = self._library.caltrio_submit(
-            self._device, buffers.handle, token, job.engine, job.sequence_id, 0, self._submissions
+        rc: int = self._library.caltrio_submit(
+            self._device, buffers.handle, token, job.engine, job.sequence_id
         )
-        if taken == 0:
+        if rc == CalrtCode.SUCCESS:
             return None
         del self._jobs[token]
-        return CalrtCode.UNAVAILABLE
+        return rc
 
     def withdraw(self, job: Job) -> None:
         """As the protocol says; the ring decides whether it is in time."""

@@ -32,7 +32,7 @@ class Native:
         self.jobs = {}  # by token: (buffers, host arrays, that of the logits)
         self.submissions = ffi().new("caltrio_submission[]", 16)
         self.completions = ffi().new("caltrio_completion[]", 16)
-        self.one = ffi().new("caltrio_submission *")
+        self.waiting = [], []  # reports that nobody has asked for yet: of submissions, of completions
 
     def buffers(self, kind=PREFILL):
         graph = MANIFEST.by_kind[kind]
@@ -48,7 +48,7 @@ class Native:
             hosts[tensor.name] = host
         return handle, hosts
 
-    def submit(self, token, past, tokens, *, kind=PREFILL, sequence=0, patience_ns=0):
+    def submit(self, token, past, tokens, *, kind=PREFILL, sequence=0):
         graph = MANIFEST.by_kind[kind]
         handle, hosts = self.buffers(kind)
         ints = {name: host.view(np.int32) for name, host in hosts.items()}
@@ -57,10 +57,8 @@ class Native:
         for name, value in ((graph.csr_cur_seq, past), (graph.csr_total_seq, past + len(tokens))):
             assert self.csr(graph.exact_name, name, value) == 0
         self.library.caltrio_kv_apply(self.device, sequence, past + len(tokens))
-        said = self.library.caltrio_submit(
-            self.device, handle, token, -1, sequence, patience_ns, self.one
-        )
-        if said == -1:
+        said = self.library.caltrio_submit(self.device, handle, token, -1, sequence)
+        if said != 0:
             self.library.caltrio_buffers_free(handle)
         else:
             self.jobs[token] = handle, hosts, hosts[graph.logits.name]
@@ -87,15 +85,14 @@ class Native:
 
     def next(self, what):
         """The next report: of a submission (0) or a completion (1)."""
-        while True:
-            found = self.drain()[what]
-            if found:
-                (one,) = found
-                return one
+        while not self.waiting[what]:
+            for kind, found in enumerate(self.drain()):
+                self.waiting[kind].extend(found)
+        return self.waiting[what].pop(0)
 
     def run(self, token, past, tokens, **more):
         """One job from end to end; its completion and its logits."""
-        assert self.submit(token, past, tokens, **more) in (0, 1)
+        assert self.submit(token, past, tokens, **more) == 0
         done = self.next(1)
         assert done.token == token
         return done, self.jobs[token][2].copy()
@@ -176,10 +173,10 @@ def test_the_kv_after_a_failed_wait_is_what_the_hypothesis_says(native, after, f
 
 def test_one_job_is_held_back_and_no_second(native):
     with native(SLOW) as card:
-        assert card.submit(0, 0, [1], patience_ns=10**9) == 1
-        assert (card.one.token, card.one.rc, card.one.withdrawn) == (0, 0, 0)
+        assert card.submit(0, 0, [1]) == 0
+        assert card.next(0) == (0, 0, 0)
         assert card.submit(1, 0, [2], sequence=1) == 0
-        assert card.submit(2, 0, [3], sequence=2) == -1
+        assert card.submit(2, 0, [3], sequence=2) == 17
         card.library.caltrio_withdraw(card.device, 99)  # not there: nothing happens
         card.library.caltrio_withdraw(card.device, 0)  # the card has it: nothing happens
         card.library.caltrio_withdraw(card.device, 1)
@@ -195,16 +192,10 @@ def test_one_job_is_held_back_and_no_second(native):
         ]  # fmt: skip
 
 
-def test_patience_ends(native):
-    with native(profile(submit=50 * MS)) as card:
-        assert card.submit(0, 0, [1], patience_ns=1 * MS) == 0
-        assert card.next(0) == (0, 0, 0)
-        assert card.next(1).token == 0
-
-
 def test_after_a_failure_nothing_is_submitted_until_it_was_looked_at(native):
     with native(faults=["wait code=28 at=0"]) as card:
-        assert card.submit(0, 0, [1], patience_ns=10**9) == 1
+        assert card.submit(0, 0, [1]) == 0
+        assert card.next(0) == (0, 0, 0)
         assert card.submit(1, 0, [2], sequence=1) == 0
         assert card.next(1).rc == 28
         assert card.drain(0.05) == ([], [])
@@ -215,8 +206,8 @@ def test_after_a_failure_nothing_is_submitted_until_it_was_looked_at(native):
 def test_a_refused_infer_frees_its_place(native):
     with native(faults=["infer code=17 at=0", "throw at=1"]) as card:
         for token, rc in ((0, 17), (1, 15), (2, 0)):
-            assert card.submit(token, 0, [1], patience_ns=10**9) == 1
-            assert (card.one.token, card.one.rc, card.one.withdrawn) == (token, rc, 0)
+            assert card.submit(token, 0, [1]) == 0
+            assert card.next(0) == (token, rc, 0)
         assert card.next(1).token == 2
 
 
@@ -234,7 +225,8 @@ def test_nothing_is_submitted_before_a_model_is_loaded(native):
 def test_a_reset_withdraws_what_is_held_back_and_ends_what_is_not(native):
     semantics = EngineSemantics(reset_scope="device")
     with native(SLOW, semantics, reset_ns=MS) as card:
-        assert card.submit(0, 0, [1], patience_ns=10**9) == 1
+        assert card.submit(0, 0, [1]) == 0
+        assert card.next(0) == (0, 0, 0)
         assert card.submit(1, 0, [2], sequence=1) == 0
         assert card.library.caltrio_reset(card.device, 5 * 10**9) == 0
         told, done = card.drain()
@@ -249,11 +241,10 @@ def test_a_reset_withdraws_what_is_held_back_and_ends_what_is_not(native):
         assert (logits == reference(5, 6)).all()
 
 
-def test_after_the_end_a_job_is_given_back(native):
+def test_after_the_end_no_job_is_taken(native):
     with native() as card:
         card.library.caltrio_stop(card.device)
-        assert card.submit(0, 0, [1]) == 1
-        assert (card.one.token, card.one.withdrawn) == (0, 1)
+        assert card.submit(0, 0, [1]) == 18
 
 
 # --- questions with no answer -------------------------------------------------------------------------

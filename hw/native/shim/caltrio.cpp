@@ -293,14 +293,11 @@ std::int32_t caltrio_direct_wait(caltrio_buffers* buffers) {
 }
 
 std::int32_t caltrio_submit(caltrio_device* device, caltrio_buffers* buffers, std::uint64_t token,
-                            std::int32_t engine, std::int32_t kv_sequence,
-                            std::int64_t patience_ns, caltrio_submission* out) {
-  return guarded(
-      [&] {
-        buffers->input.SetKvSeq(kv_sequence);
-        return device->ring.submit(buffers, token, engine, patience_ns, out);
-      },
-      -1);
+                            std::int32_t engine, std::int32_t kv_sequence) {
+  return guarded([&] {
+    buffers->input.SetKvSeq(kv_sequence);
+    return device->ring.submit(buffers, token, engine);
+  });
 }
 
 void caltrio_withdraw(caltrio_device* device, std::uint64_t token) { device->ring.withdraw(token); }

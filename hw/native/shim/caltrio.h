@@ -98,12 +98,10 @@ int32_t caltrio_direct_infer(caltrio_device *device, caltrio_buffers *buffers, i
 int32_t caltrio_direct_wait(caltrio_buffers *buffers);
 
 /* The ring. `engine` -1 lets the runtime choose. A job goes to the card as soon as fewer than the
- * limit are in flight; until then it can be withdrawn. Waits up to `patience_ns` for infer() to
- * return: 1 if `out` has its report (which caltrio_drain() then does not give), 0 if it will come,
- * -1 if the ring takes no more than the one job that it holds back. */
+ * limit are in flight; until then it can be withdrawn. 0: a report of its submission will come;
+ * 17: the ring holds a job back already; 18: it was stopped. */
 int32_t caltrio_submit(caltrio_device *device, caltrio_buffers *buffers, uint64_t token,
-                       int32_t engine, int32_t kv_sequence, int64_t patience_ns,
-                       caltrio_submission *out);
+                       int32_t engine, int32_t kv_sequence);
 void caltrio_withdraw(caltrio_device *device, uint64_t token);
 void caltrio_limit(caltrio_device *device, int32_t max_inflight);
 /* After a failure the ring submits nothing until this is called: all that was fetched has been judged. */

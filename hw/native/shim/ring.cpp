@@ -9,6 +9,11 @@
 #include <chrono>
 
 namespace shim {
+namespace {
+
+constexpr int kBusy = 17, kUnavailable = 18;  // numbers of specification section 8
+
+}  // namespace
 
 void begin_thread(const char* name) {
   sigset_t signals;
@@ -81,33 +86,16 @@ void Ring::signal() {
 
 void Ring::report(const caltrio_submission& submission) {
   submissions_.push_back(submission);
-  reported_.notify_all();
   signal();
 }
 
-int Ring::submit(caltrio_buffers* buffers, std::uint64_t token, int engine,
-                 std::int64_t patience_ns, caltrio_submission* out) {
-  Lock lock(mu_);
-  if (!staged_.empty()) return -1;
-  if (stop_) {
-    *out = {token, 0, 1};
-    return 1;
-  }
+int Ring::submit(caltrio_buffers* buffers, std::uint64_t token, int engine) {
+  const Lock lock(mu_);
+  if (stop_) return kUnavailable;
+  if (!staged_.empty()) return kBusy;
   staged_.push_back({buffers, token, engine});
-  if (!may_submit()) return 0;
-  to_submit_.notify_one();
-  if (patience_ns <= 0) return 0;
-  const auto until = std::chrono::steady_clock::now() + std::chrono::nanoseconds(patience_ns);
-  const auto mine = [&](const caltrio_submission& each) { return each.token == token; };
-  while (true) {
-    const auto found = std::find_if(submissions_.begin(), submissions_.end(), mine);
-    if (found != submissions_.end()) {
-      *out = *found;
-      submissions_.erase(found);
-      return 1;
-    }
-    if (reported_.wait_until(lock, until) == std::cv_status::timeout) return 0;
-  }
+  if (may_submit()) to_submit_.notify_one();
+  return 0;
 }
 
 void Ring::withdraw(std::uint64_t token) {

@@ -45,8 +45,7 @@ class Ring {
   explicit Ring(calrt::VirtualDevice* device);
   ~Ring();  // only once stopped()
 
-  int submit(caltrio_buffers* buffers, std::uint64_t token, int engine, std::int64_t patience_ns,
-             caltrio_submission* out);
+  int submit(caltrio_buffers* buffers, std::uint64_t token, int engine);
   void withdraw(std::uint64_t token);
   void limit(int max_inflight);
   void resume();
@@ -79,7 +78,7 @@ class Ring {
   calrt::VirtualDevice* device_;
   int fd_;
   std::mutex mu_;
-  std::condition_variable to_submit_, to_wait_, reported_, idle_;
+  std::condition_variable to_submit_, to_wait_, idle_;
   std::deque<Job> staged_;    // at most one
   std::deque<Job> flying_;    // submitted, Wait() not yet returned; in order
   int in_flight_ = 0;         // from before infer() to after Wait()

@@ -100,6 +100,7 @@ class Driver {
   void resume();
   void withdraw(std::uint64_t token);
   void can_allocate();
+  void no_kv();
   void release(int sequence);
   void release_idle();
 
@@ -116,8 +117,7 @@ class Driver {
   bool set_csrs(const Graph& graph, std::int64_t past, std::int64_t total);
   bool slice(Slot& slot, const std::string& tensor, std::int64_t offset, std::int64_t count);
   void unload(Slot& slot);
-  int hand(Job job, Ns patience_ns);
-  Ns patience();
+  int hand(Job job);
 
   // reports.cpp
   void listen(Ns patience_ns);
@@ -174,7 +174,7 @@ class Driver {
   int resets_ = 0, generation_ = 0;
   bool failure_seen_ = false;   // resume() is due
   bool surely_failed_ = false;  // and the ring submits nothing until then
-  Ns resumed_ns_ = 0, progress_ns_ = 0;
+  Ns progress_ns_ = 0;
   const char* waiting_for_ = "nothing";
   std::map<std::string, std::int64_t> struck_;
 

@@ -138,7 +138,7 @@ void Driver::completed(const caltrio_completion& done) {
   if (failed) {
     holds = judge_failure(job, done, killed);
     failure_seen_ = true;
-    if (done.waited_ns > resumed_ns_ && !shut_) surely_failed_ = true;
+    if (!shut_) surely_failed_ = true;
   }
   job.came_back = !killed;
   job.done = done;

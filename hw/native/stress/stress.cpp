@@ -43,15 +43,17 @@ void hang_for_ever() {
         caltrio_map_output(buffers, graph.logits.c_str(), slot.logits.get(), slot.entries * 2) != 0)
       leave(3);
     caltrio_submission out{};
-    if (caltrio_submit(device, buffers, 1, -1, 1, kDeadlineNs, &out) != 1 || out.rc != 0) leave(4);
+    caltrio_completion done{};
+    std::int32_t submitted = 0, completed = 0;
+    if (caltrio_submit(device, buffers, 1, -1, 1) != 0) leave(4);
+    while (submitted == 0) caltrio_drain(device, &out, &submitted, &done, &completed, 1);
+    if (out.rc != 0) leave(4);
     if (caltrio_reset(device, 20'000'000) != 25) leave(5);
     if (caltrio_begin_reset(device, 500'000'000) != 0) leave(8);
     if (caltrio_ended(device, &code) != 0 || caltrio_begin_configure(device, 0) != 17) leave(9);
     caltrio_stop(device);
     while (!caltrio_ended(device, &code)) usleep(1'000);
     if (code != 25) leave(10);
-    caltrio_completion done{};
-    std::int32_t submitted = 0, completed = 0;
     if (caltrio_stopped(device) != 0) leave(6);
     if (caltrio_drain(device, &out, &submitted, &done, &completed, 1) != 0) leave(7);
     leave(0);
