@@ -1,5 +1,6 @@
 """The ends of a device: threads, descriptors and memory come back, except what a card may still use."""
 
+import ctypes
 import gc
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import time
 import weakref
 from pathlib import Path
 
-import psutil
+import numpy as np
 import pytest
 import trio
 from emulated import CLOSED, MANIFEST, STARTED, driven, held_back, on_card, path, say, until
@@ -36,41 +37,68 @@ def descriptors():
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
+def in_use():
+    """Bytes that the C library has given out and not got back, in all of its pools."""
+
+    class Mallinfo2(ctypes.Structure):
+        _fields_ = tuple(
+            (name, ctypes.c_size_t)
+            for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks",
+                         "uordblks", "fordblks", "keepcost")
+        )  # fmt: skip
+
+    call = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if call is None:
+        pytest.skip("this C library does not tell what is in use")
+    call.restype = Mallinfo2
+    info = call()
+    return info.uordblks + info.hblkhd
+
+
 # --- what comes back ------------------------------------------------------------------------------
+
+
+async def growth(some):
+    """What ``some()`` leaves in use, the second time; no thread and no descriptor."""
+    await some()  # what stays for the life of the process is there then
+    gc.collect()
+    before, used = (threads(), descriptors()), in_use()
+    await some()
+    gc.collect()
+    assert (threads(), descriptors()) == before
+    return in_use() - used
 
 
 async def test_two_hundred_devices(tmp_path):
     open_device = card(tmp_path, FULL, QUICK, MANIFEST)
-    process = psutil.Process()
 
-    async def some(count):
-        for _ in range(count):
+    async def some():
+        for _ in range(200):
             async with open_device() as device:
                 assert len(device.models()) == len(MANIFEST.submodels)
 
-    await some(20)
-    before, memory = (threads(), descriptors()), process.memory_info().rss
-    await some(200)
-    assert (threads(), descriptors()) == before
-    assert process.memory_info().rss - memory < 20 * 2**20  # a device kept would be some hundred KiB
+    assert await growth(some) < 200 * 100
 
 
 async def test_executors_that_worked(tmp_path):
     open_device = card(tmp_path, FULL, QUICK, MANIFEST)
-    process = psutil.Process()
 
-    async def some(count):
-        for _ in range(count):
+    async def some():
+        for _ in range(50):
             async with driven(open_device, max_inflight=2) as executor:
                 await say(executor)
 
-    await some(130)  # until the allocator has what it needs for so many threads one after the other
-    gc.collect()
-    before, memory = (threads(), descriptors()), process.memory_info().rss
-    await some(60)
-    gc.collect()
-    assert (threads(), descriptors()) == before
-    assert process.memory_info().rss - memory < 20 * 2**20
+    assert await growth(some) < 50 * 1000
+
+
+async def test_what_is_kept_is_seen():
+    kept = []
+
+    async def some():
+        await trio.lowlevel.checkpoint()
+        kept.extend(np.ones(1000) for _ in range(50))
+
+    assert await growth(some) > 50 * 8000
 
 
 async def test_several_devices_at_once(tmp_path):
@@ -171,6 +199,7 @@ import trio
 sys.path[:0] = [{tests!r}, {hw!r}]
 from support import opener
 from test_driver_ends import FULL, arrays_after
+import ctypes
 import gc
 arrays = trio.run(arrays_after, opener(Path({calbin!r}), FULL))
 gc.collect()
