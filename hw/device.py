@@ -202,6 +202,8 @@ class HwDevice:
         self._buffers: list[HwBuffers] = []
         self._submissions = ffi().new("caltrio_submission[]", _BATCH)
         self._completions = ffi().new("caltrio_completion[]", _BATCH)
+        self._words = ffi().sizeof("caltrio_completion") // 8
+        self._rows = [ffi().cast("int64_t *", self._completions + index) for index in range(_BATCH)]
         self._counts = ffi().new("int32_t[2]")
         self._reports: deque[Submission | Completion] = deque()  # fetched, and not yet told
         self._handed_over: tuple[int, Job | None] = (-1, None)  # last
@@ -320,26 +322,25 @@ class HwDevice:
             gone = withdrawn or rc != CalrtCode.SUCCESS
             job, _ = jobs.pop(token) if gone else jobs[token]
             self._reports.append(Submission(job, rc, withdrawn))
-        for index in range(counts[1]):
-            raw = self._completions[index]
-            job, buffers = jobs.pop(raw.token)
-            buffers.output_has(raw.output_bytes)
-            self._reports.append(self._completion(job, raw))
+        for row in self._rows[: counts[1]]:
+            token, rc, exception, output_bytes, *times = ffi().unpack(row, self._words)
+            job, buffers = jobs.pop(token)
+            buffers.output_has(output_bytes)
+            self._reports.append(self._completion(job, rc, exception, times))
 
-    def _completion(self, job: Job, raw: Any) -> Completion:
+    def _completion(self, job: Job, rc: int, exception: int, times: list[int]) -> Completion:
+        """From the fields of ``caltrio_completion`` after its first four, in their order."""
         offset = self._offset_ns
-        stages = StageTimes(raw.engine)
-        if raw.h2d_start_ns >= 0:
-            stages.h2d_start_ns = raw.h2d_start_ns + offset
-            stages.h2d_end_ns = raw.h2d_end_ns + offset
-            dies = range(raw.dies)
-            stages.die_start_ns = [raw.die_start_ns[die] + offset for die in dies]
-            stages.die_end_ns = [raw.die_end_ns[die] + offset for die in dies]
-            stages.d2h_start_ns = raw.d2h_start_ns + offset
-            stages.d2h_end_ns = raw.d2h_end_ns + offset
-        status = WaitStatus.DONE_CCU_EXCEPTION if raw.exception else WaitStatus.DONE
-        calls = CallTimes(raw.infer_ns + offset, raw.submitted_ns + offset, raw.waited_ns + offset)
-        return Completion(job, raw.rc, status, stages, calls)
+        infer, submitted, waited, engine, dies, h2d_start, h2d_end, d2h_start, d2h_end = times[:9]
+        stages = StageTimes(engine)
+        if h2d_start >= 0:
+            stages.h2d_start_ns, stages.h2d_end_ns = h2d_start + offset, h2d_end + offset
+            stages.die_start_ns = [start + offset for start in times[9 : 9 + dies]]
+            stages.die_end_ns = [end + offset for end in times[17 : 17 + dies]]
+            stages.d2h_start_ns, stages.d2h_end_ns = d2h_start + offset, d2h_end + offset
+        status = WaitStatus.DONE_CCU_EXCEPTION if exception else WaitStatus.DONE
+        calls = CallTimes(infer + offset, submitted + offset, waited + offset)
+        return Completion(job, rc, status, stages, calls)
 
     async def reset(self) -> int:
         """Reset the card; succeeds only if every job that it had has come back."""

@@ -34,14 +34,15 @@ typedef struct {
   int32_t withdrawn;
 } caltrio_submission;
 
-/* Wait() has returned. Times are CLOCK_MONOTONIC ns; of stages -1 where the device reports none. */
+/* Wait() has returned. Times are CLOCK_MONOTONIC ns; of stages -1 where the device reports none.
+ * All of 64 bits, so that it can be read as one row of numbers. */
 typedef struct {
   uint64_t token;
-  int32_t rc;
-  int32_t exception; /* the status is DONE_CCU_EXCEPTION */
+  int64_t rc;
+  int64_t exception; /* the status is DONE_CCU_EXCEPTION */
   uint64_t output_bytes;
   int64_t infer_ns, submitted_ns, waited_ns;
-  int32_t engine, dies;
+  int64_t engine, dies;
   int64_t h2d_start_ns, h2d_end_ns, d2h_start_ns, d2h_end_ns;
   int64_t die_start_ns[8], die_end_ns[8];
 } caltrio_completion;
