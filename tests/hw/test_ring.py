@@ -94,6 +94,19 @@ async def test_the_next_job_goes_to_the_card_without_python(tmp_path):
     assert most_at_once([first, second]) == 1
 
 
+async def test_a_process_that_stalls_is_no_fault_of_the_card(tmp_path):
+    """The job was back by its deadline; that nobody had looked by then is another matter."""
+    limits = {"execution_timeout_ns": Ns(400 * MS), "grace_ns": Ns(50 * MS)}
+    async with driven(slow(tmp_path), **limits) as executor:
+        for _ in range(3):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(say, executor, 0, 1)
+                await until(lambda: on_card(executor))
+                block()
+                block()
+    assert path(executor) == [*STARTED, *CLOSED]
+
+
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
 async def test_records_of_busy_clients(tmp_path, in_flight):
     timing = evolve(QUICK, jitter=Jitter("lognormal", 0.5, 1, ("compute", "h2d", "interrupt")))
