@@ -21,7 +21,7 @@ from hw.emulator import card_file, write_card
 pytestmark = needs_emulator
 
 QUICK = profile(h2d=50 * US, compute=500 * US, d2h=50 * US)
-BOUNDS = ("--execution-timeout", "300ms", "--queue-timeout", "600ms", "--grace", "100ms")
+BOUNDS = ("--execution-timeout", "700ms", "--queue-timeout", "1500ms", "--grace", "100ms")
 LONGEST_S = 60  # for what takes two or three seconds
 FINAL = (2, 78)  # RestartPreventExitStatus
 
