@@ -40,12 +40,15 @@ def load(path: Path) -> Any:
         library = ffi().dlopen(str(path))
     except OSError as error:
         raise InputError(
-            str(path), "", f"cannot be loaded: {error}", "build it: make native"
+            str(path), "", f"cannot be loaded: {error}", "build it again: python -m hw.build --force"
         ) from error
     found = library.caltrio_abi()
     if found != ABI:
         raise InputError(
-            str(path), "", f"has ABI {found}, this version needs {ABI}", "build it again: make native"
+            str(path),
+            "",
+            f"has ABI {found}, this version needs {ABI}",
+            "build it again: python -m hw.build",
         )
     keep_for_ever(library)
     return library
