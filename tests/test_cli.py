@@ -131,7 +131,8 @@ BAD = {
     ),
     "unknown profile": (
         ["simulate", "--timing", "qwen"],
-        "caltrio: timing profile 'qwen': is neither a .toml file nor one that ships; shipped: quick, qwen3-8b",
+        "caltrio: timing profile 'qwen': is neither a .toml file nor one that ships; "
+        "shipped: quick, qwen3-8b",
     ),
     "missing column": (
         ["simulate", "--workload", "column.csv"],
