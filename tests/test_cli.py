@@ -131,8 +131,7 @@ BAD = {
     ),
     "unknown profile": (
         ["simulate", "--timing", "qwen"],
-        "caltrio: timing profile 'qwen': is neither a .toml file nor one that ships; "
-        "shipped: quick, qwen3-8b",
+        "timing profile 'qwen': is neither a .toml file nor one that ships; shipped: quick, qwen3-8b",
     ),
     "missing column": (
         ["simulate", "--workload", "column.csv"],
