@@ -97,7 +97,7 @@ def test_schema_is_needed_and_known(tmp_path):
 
 
 def test_an_unknown_profile_names_those_that_ship(tmp_path):
-    with pytest.raises(InputError, match="timing profile 'qwen': .*; shipped: qwen3-8b"):
+    with pytest.raises(InputError, match="timing profile 'qwen': .*; shipped: quick, qwen3-8b"):
         load(tmp_path, 'schema = 1\ntiming = "qwen"\n')
 
 
