@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -120,7 +121,12 @@ int all(std::int64_t loops, std::uint64_t seed, std::int64_t first) {
   Totals totals;
   const Ns begun = now_ns();
   const std::ptrdiff_t open = open_files();
-  for (std::int64_t number = first; number < first + loops; ++number) loop(seed, number, totals);
+  std::pair<Ns, std::int64_t> slowest{0, first};
+  for (std::int64_t number = first; number < first + loops; ++number) {
+    const Ns before = now_ns();
+    loop(seed, number, totals);
+    slowest = std::max(slowest, {now_ns() - before, number});
+  }
   on_failure({});
   if (open_files() != open) fail("a file that was opened was never closed");
   stop_watching();
@@ -144,8 +150,9 @@ int all(std::int64_t loops, std::uint64_t seed, std::int64_t first) {
       {"let go by a higher limit", totals.raised},
       {"abandoned in a reset", totals.abandoned},
       {"stopped while jobs flew", totals.stopped_flying}};
-  std::string text =
-      "stress: no fault found in " + std::to_string((now_ns() - begun) / 1'000'000) + " ms";
+  std::string text = "stress: no fault found in " + std::to_string((now_ns() - begun) / 1'000'000) +
+                     " ms, loop " + std::to_string(slowest.second) + " alone took " +
+                     std::to_string(slowest.first / 1'000'000) + " ms";
   for (const auto& [name, count] : counts) {
     text += std::string(", ") + name + " " + std::to_string(count);
     if (count == 0 && loops >= 1000)
