@@ -405,7 +405,8 @@ async def test_a_card_that_is_busy_where_it_was_believed_to_block(tmp_path):
     """Code 17 to the one who comes too many, a pause, and right answers to the others."""
     busy = EngineSemantics(submit_when_full=SubmitWhenFull.BUSY)
     block = evolve(busy, submit_when_full=SubmitWhenFull.BLOCK)
-    open_device = card(tmp_path, busy, QUICK, MANIFEST, believed_semantics=block)
+    long = profile(compute=20 * MS, decode=MS)  # so that a third comes while two are there
+    open_device = card(tmp_path, busy, long, MANIFEST, believed_semantics=block)
     async with driven(open_device, max_inflight=3, backoff_threshold=1000) as executor:
         errors = {}
         async with trio.open_nursery() as nursery:
