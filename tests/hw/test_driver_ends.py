@@ -5,21 +5,18 @@ import gc
 import subprocess
 import sys
 import time
-import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import trio
 from emulated import CLOSED, MANIFEST, STARTED, driven, held_back, on_card, path, say, until
+from kept import arrays_after
 from support import MS, US, card, needs_emulator, opener, profile
 
 import hw.device
-from caltrio.config import ExecutorConfig
-from caltrio.executor import open_executor
-from caltrio.prepare import host_memory
+from caltrio.manifest import load_manifest
 from caltrio.semantics import EngineSemantics
-from caltrio.tomlfile import Ns
 from hw.emulator import write_card
 
 pytestmark = needs_emulator
@@ -158,25 +155,6 @@ async def test_an_executor_that_is_left_early(tmp_path, how):
 # --- what is kept ---------------------------------------------------------------------------------
 
 
-async def arrays_after(open_device):
-    """Weak references to the arrays of a job that was on the card as the executor was left."""
-    config = ExecutorConfig(grace_ns=Ns(50 * MS))
-    arrays = []
-    async with open_device() as device, open_executor(device, MANIFEST, config) as executor:
-        with trio.move_on_after(10):
-            async with executor.sequence(4, 1) as sequence, trio.open_nursery() as nursery:
-                nursery.start_soon(sequence.prefill, [1, 2, 3, 4])
-                await until(lambda: on_card(executor))
-                (job,) = on_card(executor)
-                memory = host_memory(job)
-                arrays = [
-                    weakref.ref(each) for each in (memory.tokens, memory.positions, memory.logits)
-                ]
-                nursery.cancel_scope.cancel()
-        del job, memory
-    return arrays
-
-
 @pytest.mark.parametrize("hangs", [False, True])
 def test_memory_that_a_card_may_still_use_is_never_freed(tmp_path, monkeypatch, hangs):
     monkeypatch.setattr(hw.device, "_CLOSE_S", 0.2)
@@ -184,7 +162,7 @@ def test_memory_that_a_card_may_still_use_is_never_freed(tmp_path, monkeypatch, 
     before = threads()
     begin = time.monotonic()
     open_device = card(tmp_path, FULL, QUICK if hangs else SLOW, MANIFEST, faults=faults)
-    arrays = trio.run(arrays_after, open_device)
+    arrays = trio.run(arrays_after, open_device, MANIFEST)
     assert time.monotonic() - begin < 30
     for _ in range(3):
         gc.collect()
@@ -192,39 +170,21 @@ def test_memory_that_a_card_may_still_use_is_never_freed(tmp_path, monkeypatch, 
     assert (threads() > before) == hangs
 
 
-PROGRAM = """
-import sys
-from pathlib import Path
-import trio
-sys.path[:0] = [{tests!r}, {hw!r}]
-from support import opener
-from test_driver_ends import FULL, arrays_after
-import ctypes
-import gc
-arrays = trio.run(arrays_after, opener(Path({calbin!r}), FULL))
-gc.collect()
-print(sum(array() is not None for array in arrays), flush=True)
-sys.exit({code})
-"""
-
-
 @pytest.mark.parametrize(("fault", "alive", "code"), [("hang_for_ever", 3, 75), ("", 0, 7)])
 def test_the_interpreter_ends_as_told(tmp_path, fault, alive, code):
     """Native threads that hang hold nobody up: the process ends, with the code that it was to have."""
     faults = [f"{fault} at=0"] if fault else []
-    calbin = write_card(tmp_path, MANIFEST, SLOW, FULL, faults=faults)
-    tests = Path(__file__).parents[1]
-    program = PROGRAM.format(tests=str(tests), hw=str(tests / "hw"), calbin=str(calbin), code=code)
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    calbin = write_card(tmp_path, load_manifest(), SLOW, FULL, faults=faults)
+    script = Path(__file__).with_name("kept.py")
+    line = [sys.executable, script, calbin, str(code)]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.stdout, ended.stderr, ended.returncode) == (f"{alive}\n", "", code)
 
 
 async def test_a_device_after_one_that_hangs(tmp_path, monkeypatch):
     """What the process keeps of the first is no matter to the second."""
     monkeypatch.setattr(hw.device, "_CLOSE_S", 0.2)
-    await arrays_after(card(tmp_path, FULL, QUICK, MANIFEST, faults=["hang_for_ever at=0"]))
+    await arrays_after(card(tmp_path, FULL, QUICK, MANIFEST, faults=["hang_for_ever at=0"]), MANIFEST)
     write_card(tmp_path, MANIFEST, QUICK, FULL)
     async with driven(opener(tmp_path / "model.calbin", FULL), max_inflight=2) as executor:
         async with trio.open_nursery() as nursery:

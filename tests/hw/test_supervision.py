@@ -163,7 +163,8 @@ def test_a_fault_that_comes_again_in_each_life(live, work, fault, codes, told):
     said = []
 
     def start(life):
-        code, output, took_s = live(*replay(work, calbin, work / "run", "--force"))
+        more = ("--force", "--queue-timeout", "500ms")
+        code, output, took_s = live(*replay(work, calbin, work / "run", *more))
         said.append(output)
         assert took_s < LONGEST_S
         return code
@@ -213,7 +214,7 @@ def test_killed_at_any_moment_the_next_life_works(zygote, live, work):
         out = work / f"run{number % 3}"
         life = Life(zygote, work / "killed.txt",
                     replay(work, where, out, "--force", "--timing", "quick", limit=5000))  # fmt: skip
-        time.sleep(moments.uniform(0, 0.6))
+        time.sleep(moments.uniform(0, 0.5))
         served += (out / "jobs.parquet").exists()
         os.kill(life.pid, signal.SIGKILL)
         assert life.end()[0] == -signal.SIGKILL
