@@ -108,7 +108,7 @@ def golden_record(
 
     made = target.run(_semantics("full-duplex", 1), main, check=True)
     if made is None:
-        return target.exit_code("golden record", 1)
+        return target.exit_code("golden record", 1, "nothing is written")
     save(made, file)
     facts = {"file": str(file), "cases": len(made.cases), "model": made.model, "vocab": made.vocab}
     if as_json:
@@ -336,7 +336,7 @@ def _random_faults(
 
     soak = target.run(semantics, main)
     if soak is None:
-        return target.exit_code("faults", 1)
+        return target.exit_code("faults", 1, "no result")
     evidence = soak.evidence
     # So few faults may strike that the first request is not even through.
     complaints = [text for text in evidence.complaints if text != NOTHING_COMPLETED]
@@ -420,7 +420,7 @@ def soak(
         except ServiceFailed as error:
             failure = error
     evidence = made[0].evidence
-    evidence.stopped_by = target.stopped_by
+    evidence.stopped_by = None if target.stopped_by is None else target.stopped_by.name
     if as_json:
         print_json(evidence.to_json())
     else:

@@ -353,7 +353,7 @@ class Executor:
 
     def _submitted(self, job: Job, rc: int, *, withdrawn: bool = False) -> None:
         """``infer()`` has returned, or was not called."""
-        if rc != CalrtCode.SUCCESS or withdrawn:
+        if (rc != CalrtCode.SUCCESS or withdrawn) and not job.final:  # else a reset has its buffers
             host_memory(job).unload()
         if withdrawn:
             self.core.withdrawn(job, self._timer.now_ns())

@@ -17,7 +17,7 @@ from .golden import golden_for
 from .manifest import Manifest
 from .run_output import conduct, run_options
 from .scenario_options import DURATION, read_scenario, scenario_argument, scenario_options
-from .target import device_of, device_options, only_for_real
+from .target import DEVICE_PARAMETERS, device_of, device_options, only_for_real
 from .tomlfile import Ns
 from .workload.run import run_scenario
 
@@ -53,9 +53,7 @@ def replay(scenario_file: Path | None, **options: Any) -> int:
       caltrio replay --device fake --limit 20 --prompt-tokens 64 --output-tokens 8
       caltrio replay my.toml --device hw --calbin model.calbin --golden golden.npz --out out/run
     """  # fmt: skip  # noqa: D301 - click wants the character, not its escape
-    kind, manifest, capabilities = device_of(
-        *(options[name] for name in ("device_name", "manifest_name", "calbin", "capabilities"))
-    )
+    kind, manifest, capabilities = device_of(*(options[name] for name in DEVICE_PARAMETERS))
     _check(kind, options)
     scenario = read_scenario(scenario_file, options)
     if kind.time == "real":

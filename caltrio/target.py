@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from pathlib import Path
+from signal import Signals
 from typing import Any, TypeVar
 
 import click
@@ -14,6 +15,7 @@ from .commands import json_option
 from .device import DeviceKind, DeviceOptions, OpenDevice, device_kind
 from .errors import InputError
 from .manifest import Manifest, load_text_manifest
+from .output import after_signal
 from .semantics import EngineSemantics
 from .signals import stoppable
 from .timing import load_timing
@@ -31,6 +33,9 @@ _DEVICE_OPTIONS = (
     click.option("--capabilities", type=click.Path(path_type=Path),
                  help="What may be used of a real device, with the evidence (.toml)."),
 )  # fmt: skip
+
+
+DEVICE_PARAMETERS = ("device_name", "manifest_name", "calbin", "capabilities")
 
 
 def device_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +87,7 @@ class Target:
         )
         self._calbin, self.seed = calbin, seed
         self._timing = None if timing is None else load_timing(timing)
-        self.stopped_by: str | None = None
+        self.stopped_by: Signals | None = None
 
     def run(
         self,
@@ -109,34 +114,23 @@ class Target:
             result: T | None = None
             async with stoppable() as stop:
                 result = await main(open_device)
-            self.stopped_by = None if stop.by is None else stop.by.name
+            self.stopped_by = stop.by
             return result if stop.by is None else None
 
         return self.kind.run(stoppable_main, options)
 
-    def exit_code(self, command: str, code: int) -> int:
-        """130 after an interrupt, else ``code``."""
-        if self.stopped_by is None:
-            return code
-        click.echo(f"caltrio {command}: interrupted by {self.stopped_by}", err=True)
-        return 130 if self.stopped_by == "SIGINT" else 143
+    def exit_code(self, command: str, code: int, kept: str = "what had ended is shown") -> int:
+        """That of a signal, if one ended a run: then a line says what is ``kept``. Else ``code``."""
+        return code if self.stopped_by is None else after_signal(command, self.stopped_by, kept)
 
 
 def on_target(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give ``command`` the :class:`Target` that its options name, as its argument ``target``."""
 
     @wraps(command)
-    def with_target(
-        device_name: str,
-        manifest_name: str,
-        calbin: Path | None,
-        capabilities: Path | None,
-        timing: str | None,
-        seed: int,
-        **rest: Any,
-    ) -> Any:
-        named = Target(device_name, manifest_name, calbin, capabilities, timing, seed)
-        return command(target=named, **rest)
+    def with_target(timing: str | None, seed: int, **options: Any) -> Any:
+        device = {name: options.pop(name) for name in DEVICE_PARAMETERS}
+        return command(target=Target(**device, timing=timing, seed=seed), **options)
 
     for option in (
         json_option,

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +16,10 @@ from attrs import evolve
 
 from caltrio.capabilities import Capabilities
 from caltrio.config import ExecutorConfig
+from caltrio.core.lifecycle import LifecycleState
+from caltrio.events import LifecycleChanged
 from caltrio.manifest import Manifest, load_manifest
+from caltrio.observe.records import about, read_tables
 from caltrio.scenario import Scenario
 from caltrio.semantics import EngineSemantics
 from caltrio.timing import (
@@ -34,6 +42,12 @@ from sim.run import simulate
 
 MS = 1_000_000
 US = 1_000
+
+S = LifecycleState
+STARTED = [S.WARMING, S.READY]
+RECOVERED = [S.DRAINING, S.RECOVERING, S.CONFIGURING, S.WARMING, S.READY]
+CLOSED = [S.DRAINING, S.CLOSED]
+ENDED = [S.DRAINING, S.RECOVERING, S.FAILED]
 
 
 def _figure(value: int) -> Figure:
@@ -150,3 +164,45 @@ def opener(calbin: Path, semantics: EngineSemantics, believed: Capabilities | No
             yield device
 
     return opened
+
+
+def path(executor):
+    """The states of the lifecycle that its ``events`` tell of."""
+    return [event.new for event in executor.events if isinstance(event, LifecycleChanged)]
+
+
+def assert_at_rest(core):
+    """An executor that was left holds nothing, and is over."""
+    assert not core.open
+    assert not core.kv.holders
+    assert core.pool.leased == 0
+    assert core.lifecycle in (LifecycleState.CLOSED, LifecycleState.FAILED)
+
+
+def stopped_midway(words, folder: Path, stop: signal.Signals):
+    """Stop a run of ``caltrio`` with ``--out run`` once it has begun; its requests table and complaint.
+
+    What it leaves must be whole, and say that it is not all.
+    """
+    with subprocess.Popen(
+        [Path(sys.executable).with_name("caltrio"), *words, "--out", "run", "--trace-jobs", "500"],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as child:  # fmt: skip
+        trace = folder / "run" / "trace.json"
+        try:
+            # Its first buffer is written once some jobs have ended: the run is under way.
+            while not (trace.exists() and trace.stat().st_size):
+                assert child.poll() is None
+                time.sleep(0.02)
+            child.send_signal(stop)
+            _, complaint = child.communicate(timeout=120)
+        finally:
+            child.kill()  # nothing, once it has ended
+    assert child.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[stop]
+    assert complaint.startswith(f"caltrio {words[0]}: interrupted by {stop.name}; ")
+    assert len(complaint.splitlines()) == 1
+    jobs, requests = read_tables(folder / "run")
+    assert jobs.num_rows
+    assert about(jobs)["complete"] is about(requests)["complete"] is False
+    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    return requests

@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support import stopped_midway
 
 from caltrio.cli import run
 from caltrio.observe.records import about, read_tables
@@ -414,30 +414,9 @@ def test_a_trace_is_limited_and_may_arrive_by_another_process(tmp_path, good):
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_stopped_keeps_what_had_ended(tmp_path, good, stop):
-    folder = tmp_path / "run"
-    with subprocess.Popen(
-        [CALTRIO, "simulate", "--limit", "1000000", "--output-tokens", "2", "--prompt-tokens", "8",
-         "--out", "run", "--trace-jobs", "500"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as child:  # fmt: skip
-        trace = folder / "trace.json"
-        # its first buffer is written once some jobs have ended: the run is under way
-        try:
-            while not (trace.exists() and trace.stat().st_size):
-                assert child.poll() is None
-                time.sleep(0.02)
-            child.send_signal(stop)
-            _, complaint = child.communicate(timeout=120)
-        finally:
-            child.kill()  # nothing, once it has ended
-    assert child.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[stop]
-    assert len(complaint.splitlines()) == 1
-    assert complaint.startswith(f"caltrio simulate: interrupted by {stop.name}; ")
-    jobs, requests = read_tables(folder)
-    assert jobs.num_rows
+    sizes = ["--limit", "1000000", "--output-tokens", "2", "--prompt-tokens", "8"]
+    requests = stopped_midway(["simulate", *sizes], tmp_path, stop)
     assert 0 < requests.num_rows < 1_000_000
-    assert about(jobs)["complete"] is about(requests)["complete"] is False
-    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert "(interrupted run)" in good("digest", "run", cwd=tmp_path)
 
 

@@ -3,9 +3,7 @@
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import trio
 import trio.testing
 from attrs import evolve
+from support import stopped_midway
 
 from caltrio import target
 from caltrio.capabilities import Capabilities
@@ -286,26 +285,8 @@ def test_a_request_that_fails_is_recorded_and_the_others_go_on(as_json, scripted
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_replay_that_is_stopped_keeps_what_had_ended(folder, stop):
-    with subprocess.Popen(
-        [CALTRIO, "replay", *FAKE, *SMALL, "--limit", "100000", "--out", "run", "--trace-jobs", "500"],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as child:  # fmt: skip
-        trace = folder / "run" / "trace.json"
-        try:
-            while not (trace.exists() and trace.stat().st_size):
-                assert child.poll() is None
-                time.sleep(0.02)
-            child.send_signal(stop)
-            _, complaint = child.communicate(timeout=120)
-        finally:
-            child.kill()  # nothing, once it has ended
-    assert child.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[stop]
-    assert len(complaint.splitlines()) == 1
-    assert complaint.startswith(f"caltrio replay: interrupted by {stop.name}; ")
-    jobs, requests = read_tables(folder / "run")
+    requests = stopped_midway(["replay", *FAKE, *SMALL, "--limit", "100000"], folder, stop)
     assert 0 < requests.num_rows < 100_000
-    assert about(jobs)["complete"] is about(requests)["complete"] is False
-    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
 
 
 def test_a_signal_while_the_device_is_opened(here, scripted, folder):

@@ -356,7 +356,7 @@ def test_metrics_are_served_and_an_interrupt_keeps_the_evidence(manifest):
         finally:
             child.kill()
     assert child.returncode == 130
-    assert err == "caltrio soak: interrupted by SIGINT\n"
+    assert err == "caltrio soak: interrupted by SIGINT; what had ended is shown\n"
     facts = json.loads(out, parse_constant=pytest.fail)
     assert facts["stopped_by"] == "SIGINT"
     assert facts["leased_at_end"] == 0
@@ -375,7 +375,7 @@ def test_a_terminated_soak_prints_its_evidence_too(manifest):
         finally:
             child.kill()
     assert child.returncode == 143
-    assert err == "caltrio soak: interrupted by SIGTERM\n"
+    assert err == "caltrio soak: interrupted by SIGTERM; what had ended is shown\n"
     assert "leased at the end" in out
     assert out.rstrip().endswith("until SIGTERM")
 

@@ -727,7 +727,7 @@ class Core:
         if job.on_device or job.state is JobState.COMPLETING:
             job.to(JobState.CANCEL_REQUESTED)
             self._answer(job, now_ns)
-            if self._ahead and job is self._submitting:
+            if job is self._unsubmitted:
                 self.to_withdraw.append(job)
             return
         if job is self._staged:
@@ -761,6 +761,7 @@ class Core:
         if why is None:
             what = f"code {code_name(rc)}" if rc else "DONE_CCU_EXCEPTION"
             why = f"{call} of job {job.job_id} ended with {what}"
+        several = self.health.limit > 1
         if phase in (Phase.EXECUTE, Phase.COMPLETE):
             self.health.fall_back(why, now_ns)
         if row.action is Action.BACK_OFF:
@@ -770,7 +771,7 @@ class Core:
                 at_ns = self.health.pause_until_ns
                 self._deadlines.add(at_ns, lambda: True, self._stage)
         elif row.action is Action.CLOSE_FEATURE:
-            if self.health.limit > 1:  # binding jobs to engines is the feature that may be missing
+            if several:  # binding jobs to engines is the feature that may be missing
                 self.health.fall_back(why, now_ns)
             else:
                 self.health.disabled[job.kind] = why
@@ -788,10 +789,14 @@ class Core:
         return row.error(text, *facts)
 
     @property
+    def _unsubmitted(self) -> Job | None:
+        """The job that a ring was given and has not submitted, as far as we have heard."""
+        return self._submitting if self._ahead else None
+
+    @property
     def _held_back(self) -> Job | None:
-        """The job beyond the limit, which the device holds back until another one returns."""
-        beyond = self._ahead and len(self.in_flight) > self.health.limit
-        return self._submitting if beyond else None
+        """The job beyond the limit, which a ring holds back until another one returns."""
+        return self._unsubmitted if len(self.in_flight) > self.health.limit else None
 
     def _drop_queued(self, make: Callable[[], RequestError], now_ns: int, held: Job | None) -> None:
         """Answer everything that has not reached the device; ``held``: what it is to give back."""
@@ -825,7 +830,7 @@ class Core:
         health.go(LifecycleState.RECOVERING, why, now_ns)
         self._grace_over = False
         # No further job is to reach the device, also not one that it was about to submit.
-        self._drop_queued(health.unavailable, now_ns, self._submitting if self._ahead else None)
+        self._drop_queued(health.unavailable, now_ns, self._unsubmitted)
         self._deadlines.add(
             now_ns + self.config.grace_ns,
             lambda: health.lifecycle is LifecycleState.RECOVERING and not self._resetting,
@@ -931,7 +936,7 @@ class Core:
         """
         self.health.go(LifecycleState.FAILED, why, now_ns)
         if hasattr(self, "admission"):
-            self._drop_queued(self.health.unavailable, now_ns, self._held_back)
+            self._drop_queued(self.health.unavailable, now_ns, self._unsubmitted)
         for job in list(self.in_flight.values()):
             self._lose(job, now_ns)
 

@@ -7,11 +7,11 @@ import pytest
 import trio
 import trio.testing
 from attrs import evolve
+from support import CLOSED, ENDED, MS, RECOVERED, STARTED, S, assert_at_rest, path
 
 from caltrio.config import ExecutorConfig
 from caltrio.core.job import EngineSlot, JobState
 from caltrio.core.kv import KvTxnState
-from caltrio.core.lifecycle import LifecycleState
 from caltrio.errors import (
     ArtifactError,
     DeadlineExceeded,
@@ -33,7 +33,6 @@ from caltrio.events import (
     DeviceFault,
     InflightLimited,
     JobEnded,
-    LifecycleChanged,
     StaleCompletion,
 )
 from caltrio.executor import open_executor
@@ -42,14 +41,7 @@ from caltrio.prepare import host_memory
 from caltrio.semantics import EngineSemantics, SubmitWhenFull
 from caltrio.testing import FakeDevice
 
-MS = 1_000_000
 RESETTABLE = EngineSemantics(engines=4, submit_when_full=SubmitWhenFull.BLOCK, reset_scope="device")
-
-S = LifecycleState
-STARTED = [S.WARMING, S.READY]
-RECOVERED = [S.DRAINING, S.RECOVERING, S.CONFIGURING, S.WARMING, S.READY]
-CLOSED = [S.DRAINING, S.CLOSED]
-ENDED = [S.DRAINING, S.RECOVERING, S.FAILED]
 
 BASE = load_manifest()
 SMALL = evolve(
@@ -113,15 +105,7 @@ async def opened(device, *, warm_up=None, **limits):
         ) as executor:
             executor.events = events
             yield executor
-    core = executor.core
-    assert not core.open
-    assert not core.kv.holders
-    assert core.pool.leased == 0
-    assert core.lifecycle in (S.CLOSED, S.FAILED)
-
-
-def path(executor):
-    return [event.new for event in executor.events if isinstance(event, LifecycleChanged)]
+    assert_at_rest(executor.core)
 
 
 def faults(executor):
@@ -923,12 +907,15 @@ async def test_a_reset_while_an_output_is_converted(clock):
     assert path(executor) == STARTED + RECOVERED + CLOSED
 
 
-async def test_an_infer_that_returns_after_the_reset(clock):
+@pytest.mark.parametrize("code", [0, 18])
+async def test_an_infer_that_returns_after_the_reset(clock, code):
     class Hangs(Device):
         async def infer(self, job):
             if job.job_id == 1:
                 await until(lambda: self.resets == 1)
                 await trio.sleep(0.01)
+                if code:
+                    return code
             return await super().infer(job)
 
     device = Hangs(wait_codes={0: 28})

@@ -4,19 +4,12 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import trio
-from support import small_manifest
+from support import assert_at_rest, small_manifest
 
 from caltrio.config import ExecutorConfig
-from caltrio.core.lifecycle import LifecycleState
-from caltrio.events import JobEnded, LifecycleChanged
+from caltrio.events import JobEnded
 from caltrio.executor import open_executor
 from caltrio.golden import reference_golden
-
-S = LifecycleState
-STARTED = [S.WARMING, S.READY]
-RECOVERED = [S.DRAINING, S.RECOVERING, S.CONFIGURING, S.WARMING, S.READY]
-CLOSED = [S.DRAINING, S.CLOSED]
-ENDED = [S.DRAINING, S.RECOVERING, S.FAILED]
 
 MANIFEST = small_manifest()
 GOLDEN = reference_golden("small", 64, 4, lengths=False)
@@ -37,15 +30,7 @@ async def driven(open_device, *, manifest=MANIFEST, warm_up=None, bound_s=60, li
             ) as executor:
                 executor.events, executor.device = events, device
                 yield executor
-    core = executor.core
-    assert not core.open
-    assert not core.kv.holders
-    assert core.pool.leased == 0
-    assert core.lifecycle in (S.CLOSED, S.FAILED)
-
-
-def path(executor):
-    return [event.new for event in executor.events if isinstance(event, LifecycleChanged)]
+    assert_at_rest(executor.core)
 
 
 def ended_jobs(executor):

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trio
-from emulated import CLOSED, MANIFEST, STARTED, driven, held_back, on_card, path, say, until
+from emulated import MANIFEST, driven, held_back, on_card, say, until
 from kept import arrays_after
-from support import MS, US, card, needs_emulator, opener, profile
+from support import CLOSED, MS, STARTED, US, card, needs_emulator, opener, path, profile
 
 import hw.device
 from caltrio.manifest import load_manifest

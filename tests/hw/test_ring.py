@@ -6,22 +6,8 @@ import time
 import pytest
 import trio
 from attrs import evolve
-from emulated import (
-    CLOSED,
-    ENDED,
-    MANIFEST,
-    STARTED,
-    S,
-    driven,
-    ended_jobs,
-    held_back,
-    most_at_once,
-    on_card,
-    path,
-    say,
-    until,
-)
-from support import MS, US, card, needs_emulator, profile
+from emulated import MANIFEST, driven, ended_jobs, held_back, most_at_once, on_card, say, until
+from support import CLOSED, ENDED, MS, STARTED, US, S, card, needs_emulator, path, profile
 
 from caltrio.core.job import JobState
 from caltrio.core.kv import KvTxnState

@@ -190,6 +190,7 @@ Ns Card::jittered(Stage stage, Ns duration, std::int64_t number) const {
 
 int Card::submit(const std::string& model, const std::map<std::string, Mapped>& inputs,
                  const Mapped& output, calrt::KvSeqId sequence, int engine, JobPtr* made) {
+  const Ns begin = now_ns();
   Lock lock(mu_);
   if (!configured_) return kNotConfigured;
   const Graph* graph = calbin_.find(model);
@@ -229,23 +230,24 @@ int Card::submit(const std::string& model, const std::map<std::string, Mapped>& 
         jittered(kCompute, compute_ns(cost->second, count, job->transfer.cur_len), job->number);
   flight.d2h_ns = jittered(
       kD2h, transfer_ns(output.info.byte_size, file_.d2h_latency_ns, file_.d2h_bytes_per_s), job->number);
-  flight.on_read = [this, weak = std::weak_ptr<Job>(job), taken] {
-    if (const JobPtr alive = weak.lock()) read(*alive, taken);
+  const auto tile = static_cast<std::size_t>(graph->tile_d0);
+  flight.on_read = [this, weak = std::weak_ptr<Job>(job), taken, output, tile] {
+    const JobPtr alive = weak.lock();
+    if (!alive || !file_.compute_tokens) return;
+    read(*alive, taken);
+    compute(*alive, output, tile);  // early in the time of its compute: it delays no event then
   };
-  flight.on_computed = [this, weak = std::weak_ptr<Job>(job), output] {
-    if (const JobPtr alive = weak.lock()) compute(*alive, output);
+  flight.on_write = [this, weak = std::weak_ptr<Job>(job), output](Ns end) {
+    if (const JobPtr alive = weak.lock()) write(*alive, output, end);
   };
-  flight.on_written = [this, weak = std::weak_ptr<Job>(job), output] {
-    if (const JobPtr alive = weak.lock()) write(*alive, output);
-  };
+  flight.on_written = [this] { news_ = true; };
   job->hangs = strikes("hang") != nullptr;
   job->hangs_for_ever = strikes("hang_for_ever") != nullptr;
   job->exception = strikes("exception") != nullptr;
 
   if (submit_ns > 0) {
-    const Ns due = now_ns() + submit_ns;
     lock.unlock();
-    sleep_until(due);
+    sleep_until(begin + submit_ns);
     lock.lock();
   }
   Ns now = catch_up(lock);
@@ -264,7 +266,6 @@ int Card::submit(const std::string& model, const std::map<std::string, Mapped>& 
 }
 
 void Card::read(Job& job, const std::map<std::string, Mapped>& inputs) {
-  if (!file_.compute_tokens) return;
   const Graph* graph = nullptr;
   for (const Graph& one : calbin_.graphs)
     if (inputs.count(one.tokens) && inputs.count(one.position)) graph = &one;
@@ -279,20 +280,19 @@ void Card::read(Job& job, const std::map<std::string, Mapped>& inputs) {
   take(graph->position, job.transfer.positions);
 }
 
-void Card::compute(Job& job, const Mapped& output) {
-  if (!file_.compute_tokens) return;
+void Card::compute(Job& job, const Mapped& output, std::size_t tile_d0) {
   const std::size_t vocab = output.info.shape.back();
   if (!spare_.empty()) {
     job.logits.swap(spare_.back());
     spare_.pop_back();
   }
   job.logits.resize(output.info.byte_size / sizeof(std::uint16_t));
-  const std::size_t tile = static_cast<std::size_t>(calbin_.graphs.front().tile_d0);
-  model_->run(kv_, job.transfer, job.logits.data(), job.logits.size() / vocab, tile);
+  model_->run(kv_, job.transfer, job.logits.data(), job.logits.size() / vocab, tile_d0);
   if (strikes("nan") != nullptr) job.logits.back() = 0x7FC0;
 }
 
-void Card::write(Job& job, const Mapped& output) {
+// D2H: the copy is made while it lasts, and whoever waits is woken in time to spin to its end.
+void Card::write(Job& job, const Mapped& output, Ns end) {
   if (!job.logits.empty()) {  // tokens are computed
     std::memcpy(output.host, job.logits.data(), job.logits.size() * sizeof(std::uint16_t));
     spare_.push_back(std::move(job.logits));
@@ -301,7 +301,7 @@ void Card::write(Job& job, const Mapped& output) {
   if ((job.code != 0 || job.exception) && file_.compute_tokens)
     TokenModel::failed(kv_, job.transfer, file_.kv_after_failed_wait);
   news_ = true;
-  job.due = engine_->time.now() + jittered(kInterrupt, file_.interrupt_ns, job.number);
+  job.due = end + jittered(kInterrupt, file_.interrupt_ns, job.number);
 }
 
 int Card::wait(const JobPtr& job, calrt::BufStatus* status) {
@@ -320,10 +320,15 @@ int Card::wait(const JobPtr& job, calrt::BufStatus* status) {
       changed_.wait(lock);
       continue;
     }
-    if (job->due <= now_ns()) break;
-    lock.unlock();
-    sleep_until(job->due);
-    lock.lock();
+    if (job->due > now_ns()) {
+      lock.unlock();
+      sleep_until(job->due);
+      lock.lock();
+    } else if (job->flight->times.d2h_end < 0) {
+      changed_.wait(lock);  // it has ended, and the card's thread has yet to say so
+    } else {
+      break;
+    }
   }
   issued_.erase(std::remove(issued_.begin(), issued_.end(), job), issued_.end());
   if (job->killed || stopping_) {

@@ -31,7 +31,7 @@ struct Job {
   Transfer transfer;
   std::vector<std::uint16_t> logits;  // in the card's memory, until D2H
   std::int64_t number = 0;
-  Ns due = -1;         // when Wait() may return; -1 until D2H has ended
+  Ns due = -1;         // when Wait() may return; -1 until D2H has begun
   bool killed = false; // by a reset
   bool hangs = false, hangs_for_ever = false, exception = false;
   int code = 0;
@@ -68,8 +68,8 @@ class Card {
   const FaultLine* strikes(const char* point);
   Ns jittered(Stage stage, Ns duration, std::int64_t number) const;
   void read(Job& job, const std::map<std::string, Mapped>& inputs);
-  void compute(Job& job, const Mapped& output);
-  void write(Job& job, const Mapped& output);
+  void compute(Job& job, const Mapped& output, std::size_t tile_d0);
+  void write(Job& job, const Mapped& output, Ns end);
 
   std::mutex mu_;
   std::condition_variable timer_;    // for the card's thread: an earlier event, or the end

@@ -112,6 +112,7 @@ void Engine::start(const std::shared_ptr<Flight>& flight, int slot) {
     if (card_.slot_release == SlotRelease::H2d) release_slot(flight->slot);
     compute(flight, d2h, 0);
   };
+  d2h->on_start = [this, flight, d2h = d2h.get()] { flight->on_write(time.now() + d2h->duration); };
   d2h->on_end = [this, flight, d2h = d2h.get()] {
     flight->times.d2h_start = d2h->start;
     store(flight);
@@ -148,7 +149,6 @@ void Engine::compute(const std::shared_ptr<Flight>& flight, const TurnPtr& d2h, 
 
 void Engine::computed(const std::shared_ptr<Flight>& flight, const TurnPtr& d2h) {
   --computes_queued_;
-  flight->on_computed();
   if (card_.slot_release == SlotRelease::Compute) release_slot(flight->slot);
   if (card_.completion_signal == Signal::PerJob) {
     d2h_->serve(d2h);

@@ -104,7 +104,9 @@ struct Flight {
   Ns h2d_ns = 0, compute_ns = 0, d2h_ns = 0;
   int slot = -1;
   calrt::StageTimes times;
-  std::function<void()> on_read, on_computed, on_written;  // at the ends of H2D, compute and D2H
+  std::function<void()> on_read;     // as H2D has ended,
+  std::function<void(Ns)> on_write;  // as D2H begins, which will end at that instant,
+  std::function<void()> on_written;  // and as it has ended
 };
 
 class Engine {

@@ -21,11 +21,16 @@ class SlowCall {
     if (running_.load()) return kBusy;
     if (thread_.joinable()) thread_.join();
     running_ = true;
-    thread_ = std::thread([this, call] {
-      begin_thread("caltrio-control");
-      code_ = call();
-      running_ = false;
-    });
+    try {
+      thread_ = std::thread([this, call] {
+        begin_thread("caltrio-control");
+        code_ = call();
+        running_ = false;
+      });
+    } catch (...) {
+      running_ = false;  // there is no thread
+      throw;
+    }
     return 0;
   }
   bool over() const { return !running_.load(); }

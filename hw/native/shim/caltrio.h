@@ -67,7 +67,8 @@ int32_t caltrio_model_metadata(caltrio_device *device, int32_t model, int32_t in
 
 /* Both may take long. */
 int32_t caltrio_configure(caltrio_device *device, int32_t parallel);
-/* Code 25 if the threads have not got back every job within `timeout_ns` after it. */
+/* Code 25 if the threads have not got back every job within `timeout_ns` after it. The ring takes
+ * jobs again only after a caltrio_configure() that succeeded. */
 int32_t caltrio_reset(caltrio_device *device, int64_t timeout_ns);
 /* The same in a thread of the library's; 17 if the one before has not ended. */
 int32_t caltrio_begin_configure(caltrio_device *device, int32_t parallel);
