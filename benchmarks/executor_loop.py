@@ -17,10 +17,11 @@ import simpy
 import trio
 
 from caltrio.config import ExecutorConfig
+from caltrio.costs import Costs
 from caltrio.executor import Executor, open_executor
 from caltrio.manifest import load_manifest
 from caltrio.semantics import PRESETS
-from caltrio.timing import Costs, load_timing
+from caltrio.timing import load_timing
 from sim.clock import SimClock, run_virtual
 from sim.device import SimDevice
 

@@ -36,6 +36,15 @@ class KvPolicy(StrEnum):
     GROW = "grow"  # its prompt; each step reserves what it adds, and may have to wait
 
 
+class JobOrder(StrEnum):
+    """Which prepared job the submitter takes next."""
+
+    FIFO = "fifo"
+    DECODE_FIRST = (
+        "decode_first"  # the oldest decode step before any prefill: tokens flow, newcomers wait
+    )
+
+
 @frozen
 class ExecutorConfig:
     """Limits and timeouts of one executor. Times in nanoseconds; ``None`` is no deadline.
@@ -45,6 +54,7 @@ class ExecutorConfig:
         max_active_sequences: sequences that hold KV at once.
         max_queue: requests that may wait for admission; one more is refused.
         kv_capacity_tokens: tokens of KV that the card holds.
+        order: of the jobs that wait for a permit.
         admission_timeout_ns: from entering the service until KV and a buffer are held (§9.1).
         queue_timeout_ns: from prepared until ``infer()`` has succeeded.
         execution_timeout_ns: from there until ``Wait()`` has returned.
@@ -67,6 +77,7 @@ class ExecutorConfig:
     grace_ns: Ns = _timeout("grace", 60_000_000_000)
     reset_timeout_ns: Ns = _timeout("reset_timeout", 60_000_000_000)
     kv_policy: KvPolicy = field(default=KvPolicy.FULL, converter=KvPolicy)
+    order: JobOrder = field(default=JobOrder.FIFO, converter=JobOrder)
     backoff_ns: Ns = _timeout("backoff", 1_000_000)
     backoff_most_ns: Ns = _timeout("backoff_most", 100_000_000)
     backoff_threshold: int = field(default=5, validator=_at_least(1, 1_000_000))

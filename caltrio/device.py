@@ -191,6 +191,7 @@ class DeviceOptions:
         timing: what the stages cost, where they are simulated.
         seed: of the run's random streams.
         model: what the device is to hold.
+        device_samples: the what-if of sampling on the device; see :class:`caltrio.costs.Costs`.
         tokens: compute tokens too, not timing alone, where that is a choice.
         outside: other threads will hand in work; virtual time then waits for them.
         calbin: the model file of a real device.
@@ -201,6 +202,7 @@ class DeviceOptions:
     timing: TimingProfile
     seed: int = 0
     model: Manifest = field(factory=load_manifest)
+    device_samples: bool = False
     tokens: bool = True
     outside: bool = False
     calbin: Path | None = None

@@ -11,7 +11,7 @@ from attrs import asdict, evolve, field, fields, frozen
 from .config import ExecutorConfig
 from .errors import InputError
 from .semantics import PRESETS, EngineSemantics
-from .timing import TimingProfile, load_timing
+from .timing import Figure, Fixed, Source, TimingProfile, load_timing
 from .tomlfile import converter, one_of, read_toml, structure
 from .workload.spec import Workload
 
@@ -100,6 +100,15 @@ class Scenario:
     def _in_range(self, _attribute: object, seed: int) -> None:
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed is {seed}; give 0 to 2**63 - 1")
+
+    @property
+    def run_timing(self) -> TimingProfile:
+        """The timing of a run: the profile, with the workload's client time where it states one."""
+        client_ns = self.workload.client_time_ns
+        if client_ns is None:
+            return self.timing
+        figure = Figure(client_ns, Source.ASSUMED, "set by the workload's client_time")
+        return evolve(self.timing, client=Fixed(figure))
 
     def to_json(self) -> dict[str, Any]:
         """The scenario as JSON types, for the metadata of records."""

@@ -9,11 +9,12 @@ from typing import Any
 import click
 from attrs import evolve
 
+from .config import JobOrder, KvPolicy
 from .errors import InputError
 from .scenario import Scenario, load_scenario, preset
 from .timing import load_timing
 from .units import parse_ns
-from .workload.spec import ArrivalKind, Arrivals, LengthKind, Workload
+from .workload.spec import ArrivalKind, Arrivals, LengthKind, Sampling, Workload
 from .workload.traces import FORMATS
 
 
@@ -81,6 +82,25 @@ _OPTIONS = (
         type=DURATION,
         help="Longest wait for KV and a buffer, of a request and of each of its steps (§9.1).",
     ),
+    click.option(
+        "--order",
+        type=click.Choice([order.value for order in JobOrder]),
+        help="Which job goes next: the oldest, or the oldest decode step.",
+    ),
+    click.option(
+        "--kv-policy",
+        type=click.Choice([policy.value for policy in KvPolicy]),
+        help="KV reserved at admission: all, or the prompt's (needs --admission-timeout).",
+    ),
+    click.option("--prefill-chunk", type=_POSITIVE, help="Longest prefill job, in tokens."),
+    click.option(
+        "--sampling",
+        type=click.Choice([where.value for where in Sampling]),
+        help="Who samples; 'device' is a what-if.",
+    ),
+    click.option(
+        "--client-time", type=DURATION, help="Host time per token, in place of the profile's."
+    ),
     click.option("--timing", help="Timing profile: a name that ships, or a .toml file."),
     seed_option,
 )
@@ -115,6 +135,8 @@ def read_scenario(file: Path | None, options: Mapping[str, Any]) -> Scenario:
         "queue_timeout_ns": options.get("queue_timeout"),
         "execution_timeout_ns": options.get("execution_timeout"),
         "grace_ns": options.get("grace"),
+        "order": options["order"],
+        "kv_policy": options["kv_policy"],
     }
     given = {name: value for name, value in limits.items() if value is not None}
     try:
@@ -172,4 +194,10 @@ def _workload(workload: Workload, options: Mapping[str, Any]) -> Workload:
         raise ValueError("lengths come from the trace; add --lengths fixed or lognormal")
     lengths = evolve(lengths, **sizes)
     count = workload.requests if options["limit"] is None else options["limit"]
-    return evolve(workload, arrivals=arrivals, lengths=lengths, requests=count)
+    what_ifs = {
+        "prefill_chunk_tokens": options["prefill_chunk"],
+        "sampling": options["sampling"],
+        "client_time_ns": options["client_time"],
+    }
+    what_ifs = {name: value for name, value in what_ifs.items() if value is not None}
+    return evolve(workload, arrivals=arrivals, lengths=lengths, requests=count, **what_ifs)

@@ -1,14 +1,11 @@
-"""What the stages cost: :class:`TimingProfile`, read from TOML, and :class:`Costs` made from it.
+"""What the stages cost: :class:`TimingProfile`, read from TOML. See :mod:`caltrio.costs`.
 
 Every number carries where it comes from (``assumed``, ``measured`` or ``cited``) and a note.
-Durations are pure functions of the profile, the kind, the tokens and the past length; jitter is a
-pure function of (seed, stage, request, step), so that no order of events can change a duration.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from enum import IntEnum, StrEnum
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from attrs import field, frozen
 
 from .errors import InputError
-from .manifest import Manifest, TaskKind
+from .manifest import TaskKind
 from .tomlfile import (
     Bandwidth,
     Ns,
@@ -28,7 +25,6 @@ from .tomlfile import (
     read_text,
     structure,
 )
-from .units import transfer_ns
 
 V = TypeVar("V", Ns, Ps, Bandwidth)
 
@@ -237,24 +233,6 @@ def mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def jitter_factor(
-    distribution: Distribution, cv: float, seed: int, stage: int, request: int, step: int
-) -> float:
-    """The factor of one stage of one job: mean 1, coefficient of variation ``cv``."""
-    key = mix64(mix64(mix64(seed ^ stage) ^ request) ^ step)
-    first = ((mix64(key) >> 11) + 0.5) / (1 << 53)  # inside (0, 1): both logarithms are finite
-    if distribution is Distribution.UNIFORM:
-        return 1 + cv * math.sqrt(3) * (2 * first - 1)
-    if distribution is Distribution.EXPONENTIAL:
-        return -math.log(first)
-    if distribution is Distribution.LOGNORMAL:
-        second = (mix64(key ^ 1) >> 11) / (1 << 53)
-        normal = math.sqrt(-2 * math.log(first)) * math.cos(2 * math.pi * second)  # Box and Muller
-        variance = math.log1p(cv * cv)
-        return math.exp(math.sqrt(variance) * normal - variance / 2)
-    return 1.0
-
-
 class JobShape(Protocol):
     """What the duration of a job depends on; ``step`` counts the jobs of its request from 0.
 
@@ -268,68 +246,3 @@ class JobShape(Protocol):
     past_len: int
     request_id: int
     step: int
-
-
-class Costs:
-    """The durations of one run: profile, contracts and seed, resolved to integer nanoseconds.
-
-    Args:
-        profile: the timing profile.
-        manifest: the contracts, for the bytes that DMA moves.
-        seed: of the run; mixed with the profile's own.
-    """
-
-    def __init__(self, profile: TimingProfile, manifest: Manifest, seed: int) -> None:
-        self.profile = profile
-        self._distribution = profile.jitter.distribution
-        self._cv = profile.jitter.cv
-        self._seed = mix64(mix64(seed) ^ profile.jitter.seed)
-        self._jittered = frozenset(
-            Stage[name.upper()]
-            for name in profile.jitter.stages
-            if profile.jitter.distribution is not Distribution.NONE and profile.jitter.cv > 0
-        )
-        h2d, d2h = profile.h2d, profile.d2h
-        self._h2d = h2d.latency.value, h2d.bandwidth.value
-        contracts = manifest.by_kind.items()
-        self._token_bytes = {kind: contract.input_bytes(1) for kind, contract in contracts}
-        self._d2h_ns = {
-            kind: transfer_ns(contract.output_bytes, d2h.latency.value, d2h.bandwidth.value)
-            for kind, contract in contracts
-        }
-        self._compute: Mapping[TaskKind, tuple[int, int, int]] = {
-            kind: (c.base.value, c.per_token.value, c.per_pair.value)
-            for kind, c in (
-                (TaskKind.PREFILL_IDS, profile.compute.prefill),
-                (TaskKind.PREFILL_EMBEDS, profile.compute.prefill),
-                (TaskKind.DECODE, profile.compute.decode),
-            )
-        }
-        self._fixed: Mapping[Stage, int] = {
-            Stage.SUBMIT: profile.submit.time.value,
-            Stage.INTERRUPT: profile.interrupt.time.value,
-            Stage.POSTPROCESS: profile.postprocess.time.value,
-            Stage.CLIENT: profile.client.time.value,
-        }
-
-    def _transfer_or_compute_ns(self, stage: Stage, job: JobShape) -> int:
-        if stage is Stage.D2H:
-            return self._d2h_ns[job.kind]
-        tokens = job.token_count
-        if stage is Stage.H2D:
-            return transfer_ns(tokens * self._token_bytes[job.kind], *self._h2d)
-        base, per_token, per_pair = self._compute[job.kind]
-        pairs = tokens * job.past_len + tokens * (tokens + 1) // 2
-        return base - (-(tokens * per_token + pairs * per_pair) // 1_000)  # ps, rounded up to ns
-
-    def ns(self, stage: Stage, job: JobShape) -> int:
-        """Nanoseconds that ``stage`` takes for ``job``, with its jitter."""
-        duration = self._fixed.get(stage)
-        if duration is None:
-            duration = self._transfer_or_compute_ns(stage, job)
-        if stage not in self._jittered:
-            return duration
-        factor = jitter_factor(
-            self._distribution, self._cv, self._seed, stage, job.request_id, job.step
-        )
-        return round(duration * factor)

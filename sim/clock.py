@@ -17,9 +17,10 @@ import trio
 from simpy.events import Event
 from trio.lowlevel import Abort, RaiseCancelT, Task, current_task, reschedule, wait_task_rescheduled
 
+from caltrio.costs import Costs
 from caltrio.errors import CaltrioError
 from caltrio.timer import Rank
-from caltrio.timing import Costs, JobShape, Stage
+from caltrio.timing import JobShape, Stage
 from caltrio.units import NS_PER_S
 
 T = TypeVar("T")

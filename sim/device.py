@@ -12,6 +12,7 @@ from caltrio.assumed import RESET_NS, TILE_D0
 from caltrio.capabilities import Capabilities
 from caltrio.codes import CalrtCode
 from caltrio.core.job import Job
+from caltrio.costs import Costs
 from caltrio.device import (
     Completion,
     Device,
@@ -39,7 +40,7 @@ from caltrio.semantics import (
     SubmitWhenFull,
 )
 from caltrio.timer import Rank
-from caltrio.timing import Costs, Stage
+from caltrio.timing import Stage
 from caltrio.workload.requests import stream_seed
 
 from .clock import RankedEvent, SimClock, run_virtual
@@ -214,7 +215,12 @@ class SimDevice:
 
 def run(main: Callable[[OpenDevice], Awaitable[T]], options: DeviceOptions) -> T:
     """Run ``main`` in virtual time; see :class:`caltrio.device.RunDevice`."""
-    costs = Costs(options.timing, options.model, stream_seed(options.seed, "jitter"))
+    costs = Costs(
+        options.timing,
+        options.model,
+        stream_seed(options.seed, "jitter"),
+        device_samples=options.device_samples,
+    )
 
     async def in_virtual_time(clock: SimClock) -> T:
         @asynccontextmanager

@@ -17,6 +17,7 @@ from attrs import define, field
 from simpy.events import Event
 
 from caltrio.core.job import EngineSlot, Job
+from caltrio.costs import Costs
 from caltrio.device import StageTimes
 from caltrio.semantics import (
     PERMILLE,
@@ -27,7 +28,7 @@ from caltrio.semantics import (
     SlotRelease,
 )
 from caltrio.timer import Rank
-from caltrio.timing import Costs, Stage
+from caltrio.timing import Stage
 
 from .clock import RankedEvent
 

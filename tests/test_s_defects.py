@@ -667,7 +667,8 @@ from caltrio.faults import Fault, FaultPlan, FaultyDevice
 from caltrio.manifest import load_manifest
 from caltrio.prepare import HostMemory
 from caltrio.semantics import PRESETS
-from caltrio.timing import Costs, load_timing
+from caltrio.costs import Costs
+from caltrio.timing import load_timing
 from sim.clock import run_virtual
 from sim.device import SimDevice
 

@@ -1,20 +1,20 @@
 import math
 import statistics
 
+import numpy as np
 import pytest
 from attrs import evolve, frozen
 from support import profile
 
+from caltrio.costs import Costs, jitter_factor
 from caltrio.errors import InputError
 from caltrio.manifest import TaskKind, load_manifest
 from caltrio.timing import (
-    Costs,
     Distribution,
     Jitter,
     Source,
     Stage,
     builtin_profiles,
-    jitter_factor,
     load_timing,
     mix64,
     parse_timing,
@@ -135,6 +135,26 @@ def test_durations_by_hand(stage, shape, ns):
 SAMPLES = 20_000
 
 
+def drawn(distribution, cv, seed, stage, request, step):
+    index = list(Distribution).index(distribution)
+    return jitter_factor(index, cv, np.uint64(seed), int(stage), request, step)
+
+
+def test_the_compiled_factor_is_its_formula():
+    for request in range(200):
+        key = mix64(mix64(mix64(7 ^ 2) ^ request) ^ 5)
+        first, second = ((mix64(key) >> 11) + 0.5) / 2**53, (mix64(key ^ 1) >> 11) / 2**53
+        normal = math.sqrt(-2 * math.log(first)) * math.cos(2 * math.pi * second)
+        variance = math.log1p(0.25)
+        expected = {
+            Distribution.UNIFORM: 1 + 0.5 * math.sqrt(3) * (2 * first - 1),
+            Distribution.EXPONENTIAL: -math.log(first),
+            Distribution.LOGNORMAL: math.exp(math.sqrt(variance) * normal - variance / 2),
+        }
+        for distribution, factor in expected.items():
+            assert drawn(distribution, 0.5, 7, 2, request, 5) == pytest.approx(factor, rel=1e-14)
+
+
 @pytest.mark.parametrize(
     ("distribution", "cv"),
     [
@@ -148,8 +168,7 @@ SAMPLES = 20_000
 )
 def test_jitter_has_mean_one_and_the_cv_stated(distribution, cv):
     factors = [
-        jitter_factor(distribution, cv, 7, Stage.COMPUTE, index // 50, index % 50)
-        for index in range(SAMPLES)
+        drawn(distribution, cv, 7, Stage.COMPUTE, index // 50, index % 50) for index in range(SAMPLES)
     ]
     assert min(factors) > 0
     assert statistics.fmean(factors) == pytest.approx(1, abs=5 * cv / math.sqrt(SAMPLES))
@@ -157,12 +176,12 @@ def test_jitter_has_mean_one_and_the_cv_stated(distribution, cv):
 
 
 def test_jitter_none_is_one():
-    assert jitter_factor(Distribution.NONE, 0.5, 1, 2, 3, 4) == 1.0
+    assert drawn(Distribution.NONE, 0.5, 1, 2, 3, 4) == 1.0
 
 
 def test_jitter_depends_on_each_of_its_arguments_and_on_nothing_else():
     def factor(seed=1, stage=2, request=3, step=4):
-        return jitter_factor(Distribution.LOGNORMAL, 0.5, seed, stage, request, step)
+        return drawn(Distribution.LOGNORMAL, 0.5, seed, stage, request, step)
 
     assert factor() == factor()
     others = [
@@ -176,9 +195,9 @@ def test_jitter_depends_on_each_of_its_arguments_and_on_nothing_else():
 
 
 def test_neighbouring_jobs_are_not_correlated():
-    factors = [jitter_factor(Distribution.UNIFORM, 0.5, 1, 2, 0, step) for step in range(SAMPLES)]
+    factors = [drawn(Distribution.UNIFORM, 0.5, 1, 2, 0, step) for step in range(SAMPLES)]
     assert abs(statistics.correlation(factors[1:], factors[:-1])) < 0.04
-    other = [jitter_factor(Distribution.UNIFORM, 0.5, 1, 3, 0, step) for step in range(SAMPLES)]
+    other = [drawn(Distribution.UNIFORM, 0.5, 1, 3, 0, step) for step in range(SAMPLES)]
     assert abs(statistics.correlation(factors, other)) < 0.04
 
 

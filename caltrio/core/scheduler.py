@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..codes import CCU_EXCEPTION, Action, CalrtCode, Verdict, code_name, verdict
-from ..config import ExecutorConfig, KvPolicy
+from ..config import ExecutorConfig, JobOrder, KvPolicy
 from ..errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -37,7 +37,7 @@ from ..events import (
     StaleCompletion,
 )
 from ..manifest import ModelGeneration, TaskKind
-from ..units import format_ns
+from . import refusals
 from .admission import Admission
 from .buffers import BufferPool, BufferSlot, SlotMemory
 from .checks import check_step
@@ -51,13 +51,6 @@ from .request import Outcome, RequestState
 if TYPE_CHECKING:
     from ..capabilities import Capabilities
     from ..stepdata import StepData
-
-
-_TIMEOUTS = {
-    Phase.ADMISSION: "admission_timeout",
-    Phase.QUEUE: "queue_timeout",
-    Phase.EXECUTE: "execution_timeout",
-}
 
 
 def _no_memory(_kind: TaskKind, _engine: int) -> SlotMemory | None:
@@ -219,8 +212,7 @@ class Core:
             return request
         if len(admission.waiting) > self.config.max_queue:
             admission.waiting.remove(request)
-            text = f"found the admission queue full ({len(admission.waiting)} waiting); retry later"
-            self._refuse(request, ResourceExhausted(f"request {request_id} {text}"), now_ns)
+            self._refuse(request, refusals.queue_full(request_id, len(admission.waiting)), now_ns)
         elif self.config.admission_timeout_ns is not None:
             request.admission_deadline_ns = now_ns + self.config.admission_timeout_ns
             self._deadlines.add(
@@ -228,11 +220,7 @@ class Core:
                 lambda: not request.admitted and request.outcome is None,
                 lambda now: self._leave_queue(
                     request,
-                    DeadlineExceeded(
-                        f"request {request.request_id} waited "
-                        f"{format_ns(now - request.arrival_ns)} for KV; "
-                        "lower the load or raise admission_timeout"
-                    ),
+                    refusals.not_admitted(request.request_id, now - request.arrival_ns),
                     Outcome.EXPIRED,
                     now,
                 ),
@@ -240,25 +228,17 @@ class Core:
         return request
 
     def _refusal(self, request: RequestState) -> RequestError | None:
-        name, limit = f"request {request.request_id}", self.generation.max_seq
+        limit, wanted = self.generation.max_seq, (request.prompt_tokens, request.output_tokens)
         serves = LifecycleState.WARMING if request.warmup else LifecycleState.READY
         if self.health.lifecycle is not serves:
             return self.health.unavailable()
         if request.prompt_tokens < 1 or request.output_tokens < 0:
-            return InvalidArgument(
-                f"{name} has {request.prompt_tokens} prompt and {request.output_tokens} output "
-                "tokens; it needs at least 1 and 0"
-            )
+            return refusals.too_few_tokens(request.request_id, *wanted)
         if request.kv_tokens > limit:
-            return InvalidArgument(
-                f"{name} needs {request.kv_tokens} positions ({request.prompt_tokens} prompt, "
-                f"{request.output_tokens} output), above max_seq {limit}; shorten it"
-            )
+            return refusals.too_long(request.request_id, *wanted, request.kv_tokens, limit)
         if request.kv_tokens > self.kv.capacity_tokens:
-            return ResourceExhausted(
-                f"{name} needs {request.kv_tokens} tokens of KV, above the card's "
-                f"{self.kv.capacity_tokens}; shorten it"
-            )
+            capacity = self.kv.capacity_tokens
+            return refusals.above_the_card(request.request_id, request.kv_tokens, capacity)
         return None
 
     def _refuse(self, request: RequestState, error: RequestError, now_ns: int) -> None:
@@ -425,19 +405,11 @@ class Core:
         """Fail ``job`` to its caller at ``at_ns`` if ``due()`` still holds then."""
 
         def act(now_ns: int) -> None:
-            facts = (phase, 0, job.job_id, job.sequence_id, job.generation_id)
+            facts = (job.job_id, job.sequence_id, job.generation_id)
             if job.state is JobState.CREATED:
-                self._starved(job, ResourceExhausted(
-                    f"job {job.job_id} got no KV for {job.token_count} more tokens in time; its "
-                    "sequence is ended, and what it held is free", *facts,
-                ), now_ns)  # fmt: skip
+                self._starved(job, refusals.no_growth(job.job_id, job.token_count, facts), now_ns)
                 return
-            error = DeadlineExceeded(
-                f"the {phase} deadline of job {job.job_id} passed; "
-                f"lower the load or raise {_TIMEOUTS[phase]}",
-                *facts,
-            )
-            self._give_up(job, error, now_ns)
+            self._give_up(job, refusals.too_late(phase, job.job_id, facts), now_ns)
             if phase == Phase.EXECUTE:
                 self._distrust(f"job {job.job_id} passed its execution deadline", None, now_ns)
 
@@ -450,7 +422,7 @@ class Core:
         self._give_up(job, error, now_ns)
 
     def _stage(self, now_ns: int) -> None:
-        """Hand the oldest ready job to the submitter, if that is idle and a permit is free."""
+        """Hand the next ready job to the submitter, if that is idle and a permit is free."""
         health = self.health
         if (
             not self._ready
@@ -463,6 +435,8 @@ class Core:
         if now_ns < health.pause_until_ns:
             return  # the end of the pause calls again
         job = self._ready[0]
+        if self.config.order is JobOrder.DECODE_FIRST:
+            job = next((each for each in self._ready if each.kind is TaskKind.DECODE), job)
         # An engine takes its share of the limit, no more: one with buffers left may be busy.
         load, share = self._load, self._share
         if len(self.in_flight) < health.limit:
@@ -475,7 +449,7 @@ class Core:
             if not any(self.pool.usable(job.kind, e) for e in self._engines):
                 self._distrust(f"every {job.kind.value} buffer is quarantined", None, now_ns)
             return  # a lease comes back with the delivery of the job that holds it
-        self._ready.popleft()
+        self._ready.remove(job)
         job.share = min(free, key=load.__getitem__)
         job.engine = EngineSlot.AUTO if health.limit == 1 else job.share
         job.lease = self.pool.acquire(job.kind, job.share)

@@ -18,19 +18,27 @@ Prompts = Callable[[Request], NDArray[np.int32]]
 
 
 async def serve(
-    executor: Executor, request: Request, prompts: Prompts | None = None
+    executor: Executor,
+    request: Request,
+    prompts: Prompts | None = None,
+    chunk_tokens: int | None = None,
 ) -> RequestError | None:
     """One request from admission to its last token; greedy tokens, where ``prompts`` gives it one.
 
+    A prompt longer than ``chunk_tokens`` is prefilled in as many jobs as that takes.
     Returns the error that it ended with, if one did; that is in the records too.
     """
-    prompt = request.prompt_tokens if prompts is None else prompts(request)
+    prompt = None if prompts is None else prompts(request)
+    # Of tokens there may be fewer than asked for: the executor is to refuse what no model takes.
+    total = request.prompt_tokens if prompt is None else len(prompt)
     token: int | None = None
     try:
         async with executor.sequence(
             request.prompt_tokens, request.output_tokens, request_id=request.request_id
         ) as sequence:
-            result = await sequence.prefill(prompt)
+            for start in range(0, total, chunk_tokens or total):
+                end = min(start + (chunk_tokens or total), total)
+                result = await sequence.prefill(end - start if prompt is None else prompt[start:end])
             for step in range(request.output_tokens):
                 if step > 0:
                     result = await sequence.decode(token)
@@ -48,6 +56,7 @@ async def replay(
     clients: int | None = None,
     prompts: Prompts | None = None,
     *,
+    chunk_tokens: int | None = None,
     heed_failure: bool = True,
 ) -> None:
     """Replay ``requests``: at their arrival times, or in a closed loop of ``clients``.
@@ -61,6 +70,7 @@ async def replay(
         requests: in the order of their arrivals.
         clients: of the closed loop; ``None`` for an open one.
         prompts: gives the tokens of a request; without it, steps carry none.
+        chunk_tokens: the longest prefill job; ``None``: a prompt is one job.
         heed_failure: a client that is told to try again later does so, and what is not sent by the
             time the executor has failed for good is not sent. Else all of it is, to be refused.
 
@@ -85,7 +95,7 @@ async def replay(
         for request in queue:
             if over():
                 break
-            error = await serve(executor, request, prompts)
+            error = await serve(executor, request, prompts, chunk_tokens)
             if heed_failure and isinstance(error, Unavailable):
                 await pause(timer.now_ns() + executor.core.config.retry_after_ns, index)
 
@@ -100,7 +110,7 @@ async def replay(
                 await pause(start_ns + request.arrival_ns, request.request_id)
                 if over():
                     break
-                nursery.start_soon(serve, executor, request, prompts)
+                nursery.start_soon(serve, executor, request, prompts, chunk_tokens)
 
     async def watch() -> None:
         try:

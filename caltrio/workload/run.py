@@ -26,6 +26,7 @@ from ..scenario import Scenario
 from ..signals import Stop, stoppable
 from .replay import Prompts, replay
 from .requests import Request, prompt_of
+from .spec import Sampling
 
 
 @frozen
@@ -122,6 +123,11 @@ def run_scenario(
         requests = scenario.workload.build(scenario.seed, scenario.base)
     prompts: Prompts | None = None
     if kind.time == "real":
+        if scenario.workload.sampling is Sampling.DEVICE:
+            raise InputError(
+                "workload.sampling", "", f"is 'device', a what-if that {kind.name} cannot do",
+                "use 'host', or a simulated device",
+            )  # fmt: skip
         vocab = model.submodels[0].logits.shape[-1]
         prompts = partial(prompt_of, seed=scenario.seed, vocab=vocab, most=model.max_seq)
     about = about_run(scenario, kind.name, model)
@@ -156,6 +162,7 @@ def run_scenario(
                         requests,
                         scenario.workload.clients,
                         prompts,
+                        chunk_tokens=scenario.workload.prefill_chunk_tokens,
                         heed_failure=heed_failure,
                     )
             except ServiceFailed as error:
@@ -176,9 +183,10 @@ def run_scenario(
 
     options = DeviceOptions(
         scenario.semantics,
-        scenario.timing,
+        scenario.run_timing,
         scenario.seed,
         model,
+        device_samples=scenario.workload.sampling is Sampling.DEVICE,
         tokens=prompts is not None,
         calbin=calbin,
         capabilities=capabilities,

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 from attrs import evolve, field, frozen
+from attrs.validators import optional
 
 from ..errors import InputError
-from ..tomlfile import one_of
+from ..tomlfile import Ns, one_of
 from ..units import NS_PER_S
 from .requests import Request, stream
 from .traces import FORMATS, MOST_NS, MOST_TOKENS, read_trace
@@ -29,6 +30,13 @@ class ArrivalKind(StrEnum):
     GAMMA = "gamma"  # burstier (cv > 1) or smoother (cv < 1) than Poisson
     CONSTANT = "constant"
     CLOSED = "closed"  # N clients, each sends its next request when its last one has ended
+
+
+class Sampling(StrEnum):
+    """Who picks the next token from the logits."""
+
+    HOST = "host"
+    DEVICE = "device"  # a what-if (§10.1: C3): see docs/assumptions.md
 
 
 class LengthKind(StrEnum):
@@ -109,6 +117,9 @@ class Workload:
         arrivals, lengths: see there.
         requests: how many; ``None`` is the whole trace, or 100.
         max_tokens: cut synthetic lognormal lengths here, for prompt and output each.
+        prefill_chunk_tokens: clients run a prompt in jobs of at most so many tokens; ``None``: in one.
+        sampling: on the host, or as a what-if on the device.
+        client_time_ns: host time per token in place of the timing profile's, ns.
     """
 
     trace: str | None = None
@@ -117,6 +128,9 @@ class Workload:
     lengths: Lengths = field(factory=Lengths)
     requests: int | None = field(default=None, validator=_positive)
     max_tokens: int = field(default=16_384, validator=_tokens(1))
+    prefill_chunk_tokens: int | None = field(default=None, validator=optional(_tokens(1)))
+    sampling: Sampling = field(default=Sampling.HOST, converter=Sampling)
+    client_time_ns: Ns | None = field(default=None, metadata={"toml": "client_time"})
 
     @format.validator  # noqa: A003 - the attribute, not the builtin
     def _known(self, _attribute: object, value: str) -> None:

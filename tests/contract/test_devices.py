@@ -7,11 +7,11 @@ import trio.testing
 from attrs import evolve
 from support import MS, card, needs_emulator, profile
 
+from caltrio.costs import Costs
 from caltrio.errors import Unavailable
 from caltrio.manifest import load_manifest
 from caltrio.semantics import PRESETS, SubmitWhenFull
 from caltrio.testing import ContractBroken, FakeDevice, check_device
-from caltrio.timing import Costs
 from sim.clock import run_virtual
 from sim.device import SimDevice
 

@@ -13,6 +13,7 @@ from attrs import evolve
 from support import MS, US, _figure, card, needs_emulator, profile, small_manifest
 
 from caltrio.config import ExecutorConfig
+from caltrio.costs import Costs
 from caltrio.events import JobEnded
 from caltrio.executor import open_executor
 from caltrio.semantics import (
@@ -24,7 +25,7 @@ from caltrio.semantics import (
     SlotRelease,
     SubmitWhenFull,
 )
-from caltrio.timing import Costs, Jitter, Stage, Transfer
+from caltrio.timing import Jitter, Stage, Transfer
 from sim.clock import run_virtual
 from sim.device import SimDevice
 

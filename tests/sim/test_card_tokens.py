@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support import MS, profile
 
 from caltrio.config import ExecutorConfig
+from caltrio.costs import Costs
 from caltrio.errors import RequestError
 from caltrio.executor import open_executor
 from caltrio.faults import Fault, FaultPlan, FaultyDevice, Point
@@ -18,7 +19,6 @@ from caltrio.manifest import load_manifest
 from caltrio.mapped import MappedBuffers
 from caltrio.prepare import HostMemory, host_memory
 from caltrio.semantics import PRESETS, EngineSemantics, KvAfterFailedWait
-from caltrio.timing import Costs
 from caltrio.tokens import ReferenceSequence, generate
 from sim.clock import run_virtual
 from sim.device import SimDevice

@@ -2,9 +2,9 @@ import pytest
 import trio
 from support import profile
 
+from caltrio.costs import Costs
 from caltrio.manifest import load_manifest
 from caltrio.timer import Rank
-from caltrio.timing import Costs
 from sim.clock import VirtualDeadlock, run_virtual
 
 COSTS = Costs(profile(), load_manifest(), 0)

@@ -1,0 +1,197 @@
+"""The durations of one run: a :class:`Costs` made from a timing profile, in integer nanoseconds.
+
+A duration is a pure function of the profile, the kind, the tokens and the past length; its jitter
+is a pure function of (seed, stage, request, step). Both are compiled once (:func:`stage_ns`), and
+called by the simulated device and by its compiled twin alike, so that they cannot drift.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from .errors import InputError
+from .manifest import Manifest, TaskKind
+from .timing import Distribution, JobShape, Stage, TimingProfile, mix64
+from .units import NS_PER_S, transfer_ns
+
+# Kinds of job, as the compiled code numbers them.
+PREFILL, DECODE, EMBEDS = 0, 1, 2
+KIND_CODES: Mapping[TaskKind, int] = MappingProxyType(
+    {TaskKind.PREFILL_IDS: PREFILL, TaskKind.DECODE: DECODE, TaskKind.PREFILL_EMBEDS: EMBEDS}
+)
+
+SAMPLED_BYTES = 4  # that D2H moves where the device samples: one token id (DESIGN: a what-if, C3)
+_LONGEST_NS = 2**62  # a jittered duration ends there: 146 years
+
+# Rows of CostTable.kinds, a column for each kind of job.
+_TOKEN_BYTES, _H2D_ONE, _D2H, _BASE, _PER_TOKEN, _PER_PAIR = range(6)
+
+_H2D, _COMPUTE, _D2H_STAGE = int(Stage.H2D), int(Stage.COMPUTE), int(Stage.D2H)
+_DISTRIBUTIONS = tuple(Distribution)
+_UNIFORM = _DISTRIBUTIONS.index(Distribution.UNIFORM)
+_EXPONENTIAL = _DISTRIBUTIONS.index(Distribution.EXPONENTIAL)
+_LOGNORMAL = _DISTRIBUTIONS.index(Distribution.LOGNORMAL)
+
+
+class CostTable(NamedTuple):
+    """What :func:`stage_ns` reads.
+
+    Attributes:
+        fixed: ns by stage, for those that take the same time for each job.
+        kinds: ``[6, 3]`` int64; bytes of a token, H2D of one token (ns), D2H (ns), and compute's
+            base (ns), per token (ps) and per pair (ps), by kind.
+        h2d: latency (ns) and bandwidth (bytes/s).
+        jittered: a flag for each stage.
+        shape: distribution's number and its cv, as float64.
+        seed: of the jitter.
+    """
+
+    fixed: NDArray[np.int64]
+    kinds: NDArray[np.int64]
+    h2d: NDArray[np.int64]
+    jittered: NDArray[np.bool_]
+    shape: NDArray[np.float64]
+    seed: np.uint64
+
+
+@njit(cache=True)
+def _mix(value: Any) -> Any:
+    """:func:`caltrio.timing.mix64`."""
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+@njit(cache=True)
+def jitter_factor(distribution: int, cv: float, seed: Any, stage: int, request: int, step: int) -> Any:
+    """The factor of one stage of one job: mean 1, coefficient of variation ``cv``.
+
+    ``distribution`` is the place in :class:`~caltrio.timing.Distribution`, ``seed`` a uint64.
+    """
+    key = _mix(_mix(_mix(seed ^ np.uint64(stage)) ^ np.uint64(request)) ^ np.uint64(step))
+    # Inside (0, 1): both logarithms are finite.
+    first = (np.int64(_mix(key) >> np.uint64(11)) + 0.5) / 9007199254740992.0
+    if distribution == _UNIFORM:
+        return 1 + cv * math.sqrt(3.0) * (2 * first - 1)
+    if distribution == _EXPONENTIAL:
+        return -math.log(first)
+    if distribution == _LOGNORMAL:
+        second = np.int64(_mix(key ^ np.uint64(1)) >> np.uint64(11)) / 9007199254740992.0
+        normal = math.sqrt(-2 * math.log(first)) * math.cos(2 * math.pi * second)  # Box and Muller
+        variance = math.log1p(cv * cv)
+        return math.exp(math.sqrt(variance) * normal - variance / 2)
+    return 1.0
+
+
+@njit(cache=True)
+def stage_ns(
+    table: CostTable, stage: int, kind: int, tokens: int, past_len: int, request: int, step: int
+) -> Any:
+    """Nanoseconds that ``stage`` takes for a job, with its jitter."""
+    kinds = table.kinds
+    if stage == _COMPUTE:
+        pairs = tokens * past_len + tokens * (tokens + 1) // 2
+        slopes_ps = tokens * kinds[_PER_TOKEN, kind] + pairs * kinds[_PER_PAIR, kind]
+        duration = kinds[_BASE, kind] + (slopes_ps + 999) // 1_000  # ps, rounded up to ns
+    elif stage == _H2D:
+        duration = kinds[_H2D_ONE, kind]
+        if tokens != 1:
+            whole = tokens * kinds[_TOKEN_BYTES, kind]
+            bandwidth = table.h2d[1]
+            # Twice a division, so that no product leaves 64 bits.
+            rest = (whole % bandwidth) * NS_PER_S
+            duration = (
+                table.h2d[0] + whole // bandwidth * NS_PER_S + (rest + bandwidth - 1) // bandwidth
+            )
+    elif stage == _D2H_STAGE:
+        duration = kinds[_D2H, kind]
+    else:
+        duration = table.fixed[stage]
+    if table.jittered[stage]:
+        factor = jitter_factor(int(table.shape[0]), table.shape[1], table.seed, stage, request, step)
+        value = np.rint(duration * factor)
+        duration = np.int64(value) if value < _LONGEST_NS else np.int64(_LONGEST_NS)
+    return duration
+
+
+class Costs:
+    """The durations of one run: profile, contracts and seed, resolved to integer nanoseconds.
+
+    Args:
+        profile: the timing profile.
+        manifest: the contracts, for the bytes that DMA moves.
+        seed: of the run; mixed with the profile's own.
+        device_samples: the what-if of sampling on the device (``docs/assumptions.md``): D2H moves
+            one token id, and the host neither converts logits nor samples.
+
+    Raises :class:`~caltrio.errors.InputError` if a job could take longer than 146 years.
+    """
+
+    def __init__(
+        self, profile: TimingProfile, manifest: Manifest, seed: int, *, device_samples: bool = False
+    ) -> None:
+        self.profile = profile
+        fixed = np.zeros(len(Stage), np.int64)
+        fixed[Stage.SUBMIT] = profile.submit.time.value
+        fixed[Stage.INTERRUPT] = profile.interrupt.time.value
+        if not device_samples:
+            fixed[Stage.POSTPROCESS] = profile.postprocess.time.value
+            fixed[Stage.CLIENT] = profile.client.time.value
+        kinds = np.zeros((6, len(KIND_CODES)), np.int64)
+        for kind, code in KIND_CODES.items():
+            contract = manifest.by_kind.get(kind)
+            if contract is None:
+                continue
+            compute = profile.compute.decode if kind is TaskKind.DECODE else profile.compute.prefill
+            longest = manifest.max_seq * compute.per_token.value
+            longest += manifest.max_seq * (manifest.max_seq + 1) * compute.per_pair.value
+            if longest >= 2**63 - 1_000 or compute.base.value + longest // 1_000 >= _LONGEST_NS:
+                raise InputError(
+                    f"timing profile {profile.name!r}", "compute",
+                    f"a {kind.value} of {manifest.max_seq} tokens would take more than 146 years",
+                    "give less per token or per pair",
+                )  # fmt: skip
+            output_bytes = SAMPLED_BYTES if device_samples else contract.output_bytes
+            one = contract.input_bytes(1)
+            kinds[:, code] = (
+                one,
+                transfer_ns(one, profile.h2d.latency.value, profile.h2d.bandwidth.value),
+                transfer_ns(output_bytes, profile.d2h.latency.value, profile.d2h.bandwidth.value),
+                compute.base.value,
+                compute.per_token.value,
+                compute.per_pair.value,
+            )
+        jitter = profile.jitter
+        jittered = np.zeros(len(Stage), np.bool_)
+        if jitter.distribution is not Distribution.NONE and jitter.cv > 0:
+            for name in jitter.stages:
+                jittered[Stage[name.upper()]] = True
+        self.table = CostTable(
+            fixed,
+            kinds,
+            np.array([profile.h2d.latency.value, profile.h2d.bandwidth.value], np.int64),
+            jittered,
+            np.array([_DISTRIBUTIONS.index(jitter.distribution), jitter.cv]),
+            np.uint64(mix64(mix64(seed) ^ jitter.seed)),
+        )
+        constant = (Stage.SUBMIT, Stage.INTERRUPT, Stage.POSTPROCESS, Stage.CLIENT)
+        self._constant = {stage: int(fixed[stage]) for stage in constant if not jittered[stage]}
+
+    def ns(self, stage: Stage, job: JobShape) -> int:
+        """Nanoseconds that ``stage`` takes for ``job``, with its jitter."""
+        duration = self._constant.get(stage)
+        if duration is not None:
+            return duration
+        kind = KIND_CODES[job.kind]
+        found: int = stage_ns(
+            self.table, int(stage), kind, job.token_count, job.past_len, job.request_id, job.step
+        )
+        return found
