@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +121,32 @@ class Scenario:
 
 def load_scenario(path: Path) -> Scenario:
     """A scenario from TOML. Raises :class:`InputError` naming the file and the first wrong key."""
-    where, made = str(path), converter()
-    made.register_structure_hook_func(lambda cls: cls is Any, lambda value, _cls: value)
-    read = structure(read_toml(path), _File, where, made)
+    scenario = scenario_from(read_toml(path), str(path), path.parent)
+    try:
+        scenario.semantics.check_in_flight(scenario.executor.max_inflight)
+    except ValueError as error:
+        raise InputError(str(path), "semantics", str(error)) from error
+    return scenario
+
+
+def scenario_from(
+    data: dict[str, Any],
+    where: str,
+    base: Path,
+    load: Callable[[str, Path | None], TimingProfile] = load_timing,
+) -> Scenario:
+    """A scenario from the tables of a file; its in-flight limit is not yet checked.
+
+    Args:
+        data: the tables.
+        where: names them in errors.
+        base: the folder that relative paths are taken from.
+        load: reads the timing profile; who makes many scenarios may keep what was read.
+
+    Raises :class:`InputError` naming ``where`` and the first wrong key.
+    """
+    made = _scenario_converter()
+    read = structure(data, _File, where, made)
     try:
         for name in read.plan.hypotheses:
             for limit in read.plan.max_inflight:
@@ -130,18 +155,24 @@ def load_scenario(path: Path) -> Scenario:
         raise InputError(where, "plan", str(error)) from error
     try:
         semantics = semantics_from(read.semantics, made, where)
-        semantics.check_in_flight(read.executor.max_inflight)
     except ValueError as error:
         raise InputError(where, "semantics", str(error)) from error
     try:
         return Scenario(
             seed=read.seed,
-            timing=load_timing(read.timing, path.parent),
+            timing=load(read.timing, base),
             semantics=semantics,
             workload=read.workload,
             executor=read.executor,
             plan=read.plan,
-            base=path.parent,
+            base=base,
         )
     except ValueError as error:
         raise InputError(where, "seed", str(error)) from error
+
+
+@cache  # making one takes much longer than using it
+def _scenario_converter() -> cattrs.Converter:
+    made = converter()
+    made.register_structure_hook_func(lambda cls: cls is Any, lambda value, _cls: value)
+    return made
