@@ -27,7 +27,7 @@ from .errors import InputError
 # What any run may leave in its folder: the next one there, of whatever kind, removes all of it.
 RESULT_FILES = ("jobs.parquet", "requests.parquet", "summary.json", "trace.json", "timeline.svg",
                 "plan.json", "report.html", "comparison.svg", "utilisation.svg",
-                "timeline-*.svg")  # fmt: skip
+                "timeline-*.svg", "sweep.jsonl", "sweep.parquet", "sweep.parquet.tmp")  # fmt: skip
 _LOCK = ".caltrio.lock"
 _LEAST_WIDTH = 120  # columns; a terminal that is narrower wraps lines, but loses nothing
 
@@ -68,7 +68,9 @@ def progress() -> Progress:
 
 
 @contextmanager
-def output_folder(path: Path, *, force: bool, files: Iterable[str]) -> Iterator[Path]:
+def output_folder(
+    path: Path, *, force: bool, files: Iterable[str], journal: str | None = None
+) -> Iterator[Path]:
     """Make ``path`` ours for the block.
 
     Args:
@@ -76,6 +78,8 @@ def output_folder(path: Path, *, force: bool, files: Iterable[str]) -> Iterator[
         force: take a folder that holds files. Those that this run writes are removed first, so
             that nothing of an older run passes for part of this one; others are left alone.
         files: names or glob patterns of what this run may write.
+        journal: the file in which a run that can go on later says what it has done. A folder that
+            holds it is taken without ``force`` too, and then nothing in it is removed.
 
     Raises :class:`InputError` if the folder is in use, by files or by a run, or cannot be written.
     """
@@ -83,8 +87,9 @@ def output_folder(path: Path, *, force: bool, files: Iterable[str]) -> Iterator[
     try:
         path.mkdir(parents=True, exist_ok=True)
         present = sorted(entry.name for entry in path.iterdir())
+        goes_on = not force and journal in present
         # Only a folder that is ours to take gets a lock file; one with a lock is asked for it first.
-        if present and not force and _LOCK not in present:
+        if present and not force and not goes_on and _LOCK not in present:
             raise InputError(
                 where, "", f"is in use: it holds {present[0]!r}", "name another, or add --force"
             )
@@ -100,7 +105,7 @@ def output_folder(path: Path, *, force: bool, files: Iterable[str]) -> Iterator[
                 where, "", "another run is writing there", "wait for it, or name another folder"
             ) from error
         results = [name for name in present if name != _LOCK]
-        if results and not force:
+        if results and not force and not goes_on:
             raise InputError(
                 where, "", f"is in use: it holds {results[0]!r}", "name another, or add --force"
             )
@@ -112,7 +117,7 @@ def output_folder(path: Path, *, force: bool, files: Iterable[str]) -> Iterator[
                 where, "", f"holds a folder {folders[0]!r} where a file is to go", "name another folder"
             )
         try:
-            for file in old if _LOCK in present else []:
+            for file in old if force and _LOCK in present else []:
                 file.unlink()
         except OSError as error:
             raise InputError(
