@@ -450,7 +450,7 @@ def load_state(arrival_ns: Ints, ended_ns: Ints) -> LoadState:
     BACKLOGGED: not that, but it rises to its peak or falls from it throughout, by the same test at
     1 % over the windows on that side; or its peak is higher than an exponential tail through its
     quartile and median makes likely at 1 %. STABLE: neither. Closed-loop runs bound the number in
-    the system themselves, and say nothing here.
+    the system themselves, and say nothing here; nor do requests that all arrive at once (STABLE).
 
     The test is on changes and not on the numbers themselves. Near a load of 1 those go as a random walk
     does, and regression on time finds trends in random walks [8]. Changes of a stable system
