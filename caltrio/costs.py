@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
 from .errors import InputError
 from .manifest import Manifest, TaskKind
@@ -30,35 +29,20 @@ KIND_CODES: Mapping[TaskKind, int] = MappingProxyType(
 SAMPLED_BYTES = 4  # that D2H moves where the device samples: one token id (DESIGN: a what-if, C3)
 _LONGEST_NS = 2**62  # a jittered duration ends there: 146 years
 
-# Rows of CostTable.kinds, a column for each kind of job.
-_TOKEN_BYTES, _H2D_ONE, _D2H, _BASE, _PER_TOKEN, _PER_PAIR = range(6)
+# The table that stage_ns reads: columns of int64.
+_STAGES = len(Stage)
+_FIXED = 0  # ns by stage, for those that take the same time for each job
+_JITTERED = _FIXED + _STAGES  # a flag by stage
+_LATENCY, _BANDWIDTH, _DISTRIBUTION, _CV, _SEED = range(2 * _STAGES, 2 * _STAGES + 5)
+_KINDS = _SEED + 1  # six columns for each kind of job, as follow
+_TOKEN_BYTES, _H2D_ONE, _D2H, _BASE, _PER_TOKEN, _PER_PAIR, _KIND_COLUMNS = range(7)
+TABLE_SIZE = _KINDS + _KIND_COLUMNS * len(KIND_CODES)
 
 _H2D, _COMPUTE, _D2H_STAGE = int(Stage.H2D), int(Stage.COMPUTE), int(Stage.D2H)
 _DISTRIBUTIONS = tuple(Distribution)
 _UNIFORM = _DISTRIBUTIONS.index(Distribution.UNIFORM)
 _EXPONENTIAL = _DISTRIBUTIONS.index(Distribution.EXPONENTIAL)
 _LOGNORMAL = _DISTRIBUTIONS.index(Distribution.LOGNORMAL)
-
-
-class CostTable(NamedTuple):
-    """What :func:`stage_ns` reads.
-
-    Attributes:
-        fixed: ns by stage, for those that take the same time for each job.
-        kinds: ``[6, 3]`` int64; bytes of a token, H2D of one token (ns), D2H (ns), and compute's
-            base (ns), per token (ps) and per pair (ps), by kind.
-        h2d: latency (ns) and bandwidth (bytes/s).
-        jittered: a flag for each stage.
-        shape: distribution's number and its cv, as float64.
-        seed: of the jitter.
-    """
-
-    fixed: NDArray[np.int64]
-    kinds: NDArray[np.int64]
-    h2d: NDArray[np.int64]
-    jittered: NDArray[np.bool_]
-    shape: NDArray[np.float64]
-    seed: np.uint64
 
 
 @njit(cache=True)
@@ -93,30 +77,34 @@ def jitter_factor(distribution: int, cv: float, seed: Any, stage: int, request: 
 
 @njit(cache=True)
 def stage_ns(
-    table: CostTable, stage: int, kind: int, tokens: int, past_len: int, request: int, step: int
+    table: Any, at: int, stage: int, kind: int, tokens: int, past_len: int, request: int, step: int
 ) -> Any:
-    """Nanoseconds that ``stage`` takes for a job, with its jitter."""
-    kinds = table.kinds
+    """Nanoseconds that ``stage`` takes for a job, with its jitter.
+
+    ``table`` is an array that holds a :attr:`Costs.table` from ``at`` on.
+    """
+    of_kind = at + _KINDS + _KIND_COLUMNS * kind
     if stage == _COMPUTE:
         pairs = tokens * past_len + tokens * (tokens + 1) // 2
-        slopes_ps = tokens * kinds[_PER_TOKEN, kind] + pairs * kinds[_PER_PAIR, kind]
-        duration = kinds[_BASE, kind] + (slopes_ps + 999) // 1_000  # ps, rounded up to ns
+        slopes_ps = tokens * table[of_kind + _PER_TOKEN] + pairs * table[of_kind + _PER_PAIR]
+        duration = table[of_kind + _BASE] + (slopes_ps + 999) // 1_000  # ps, rounded up to ns
     elif stage == _H2D:
-        duration = kinds[_H2D_ONE, kind]
+        duration = table[of_kind + _H2D_ONE]
         if tokens != 1:
-            whole = tokens * kinds[_TOKEN_BYTES, kind]
-            bandwidth = table.h2d[1]
+            whole = tokens * table[of_kind + _TOKEN_BYTES]
+            bandwidth = table[at + _BANDWIDTH]
             # Twice a division, so that no product leaves 64 bits.
             rest = (whole % bandwidth) * NS_PER_S
-            duration = (
-                table.h2d[0] + whole // bandwidth * NS_PER_S + (rest + bandwidth - 1) // bandwidth
-            )
+            duration = whole // bandwidth * NS_PER_S + (rest + bandwidth - 1) // bandwidth
+            duration += table[at + _LATENCY]
     elif stage == _D2H_STAGE:
-        duration = kinds[_D2H, kind]
+        duration = table[of_kind + _D2H]
     else:
-        duration = table.fixed[stage]
-    if table.jittered[stage]:
-        factor = jitter_factor(int(table.shape[0]), table.shape[1], table.seed, stage, request, step)
+        duration = table[at + _FIXED + stage]
+    if table[at + _JITTERED + stage]:
+        cv = np.int64(table[at + _CV]).view(np.float64)  # its bits
+        seed = np.uint64(table[at + _SEED])
+        factor = jitter_factor(table[at + _DISTRIBUTION], cv, seed, stage, request, step)
         value = np.rint(duration * factor)
         duration = np.int64(value) if value < _LONGEST_NS else np.int64(_LONGEST_NS)
     return duration
@@ -138,52 +126,49 @@ class Costs:
     def __init__(
         self, profile: TimingProfile, manifest: Manifest, seed: int, *, device_samples: bool = False
     ) -> None:
-        self.profile = profile
-        fixed = np.zeros(len(Stage), np.int64)
-        fixed[Stage.SUBMIT] = profile.submit.time.value
-        fixed[Stage.INTERRUPT] = profile.interrupt.time.value
+        table = np.zeros(TABLE_SIZE, np.int64)
+        table[_FIXED + Stage.SUBMIT] = profile.submit.time.value
+        table[_FIXED + Stage.INTERRUPT] = profile.interrupt.time.value
         if not device_samples:
-            fixed[Stage.POSTPROCESS] = profile.postprocess.time.value
-            fixed[Stage.CLIENT] = profile.client.time.value
-        kinds = np.zeros((6, len(KIND_CODES)), np.int64)
+            table[_FIXED + Stage.POSTPROCESS] = profile.postprocess.time.value
+            table[_FIXED + Stage.CLIENT] = profile.client.time.value
+        h2d, d2h, jitter = profile.h2d, profile.d2h, profile.jitter
+        table[_LATENCY], table[_BANDWIDTH] = h2d.latency.value, h2d.bandwidth.value
         for kind, code in KIND_CODES.items():
             contract = manifest.by_kind.get(kind)
             if contract is None:
                 continue
             compute = profile.compute.decode if kind is TaskKind.DECODE else profile.compute.prefill
-            longest = manifest.max_seq * compute.per_token.value
-            longest += manifest.max_seq * (manifest.max_seq + 1) * compute.per_pair.value
-            if longest >= 2**63 - 1_000 or compute.base.value + longest // 1_000 >= _LONGEST_NS:
+            longest_ps = manifest.max_seq * compute.per_token.value
+            longest_ps += manifest.max_seq * (manifest.max_seq + 1) * compute.per_pair.value
+            if longest_ps >= 2**63 - 1_000 or compute.base.value + longest_ps // 1_000 >= _LONGEST_NS:
                 raise InputError(
                     f"timing profile {profile.name!r}", "compute",
                     f"a {kind.value} of {manifest.max_seq} tokens would take more than 146 years",
                     "give less per token or per pair",
                 )  # fmt: skip
-            output_bytes = SAMPLED_BYTES if device_samples else contract.output_bytes
             one = contract.input_bytes(1)
-            kinds[:, code] = (
+            output_bytes = SAMPLED_BYTES if device_samples else contract.output_bytes
+            begin = _KINDS + _KIND_COLUMNS * code
+            table[begin : begin + _KIND_COLUMNS] = (
                 one,
-                transfer_ns(one, profile.h2d.latency.value, profile.h2d.bandwidth.value),
-                transfer_ns(output_bytes, profile.d2h.latency.value, profile.d2h.bandwidth.value),
+                transfer_ns(one, h2d.latency.value, h2d.bandwidth.value),
+                transfer_ns(output_bytes, d2h.latency.value, d2h.bandwidth.value),
                 compute.base.value,
                 compute.per_token.value,
                 compute.per_pair.value,
             )
-        jitter = profile.jitter
-        jittered = np.zeros(len(Stage), np.bool_)
         if jitter.distribution is not Distribution.NONE and jitter.cv > 0:
             for name in jitter.stages:
-                jittered[Stage[name.upper()]] = True
-        self.table = CostTable(
-            fixed,
-            kinds,
-            np.array([profile.h2d.latency.value, profile.h2d.bandwidth.value], np.int64),
-            jittered,
-            np.array([_DISTRIBUTIONS.index(jitter.distribution), jitter.cv]),
-            np.uint64(mix64(mix64(seed) ^ jitter.seed)),
-        )
+                table[_JITTERED + Stage[name.upper()]] = 1
+        table[_DISTRIBUTION] = _DISTRIBUTIONS.index(jitter.distribution)
+        table[_CV] = np.float64(jitter.cv).view(np.int64)  # its bits
+        table[_SEED] = np.uint64(mix64(mix64(seed) ^ jitter.seed)).view(np.int64)
+        self.table = table
         constant = (Stage.SUBMIT, Stage.INTERRUPT, Stage.POSTPROCESS, Stage.CLIENT)
-        self._constant = {stage: int(fixed[stage]) for stage in constant if not jittered[stage]}
+        self._constant = {
+            stage: int(table[_FIXED + stage]) for stage in constant if not table[_JITTERED + stage]
+        }
 
     def ns(self, stage: Stage, job: JobShape) -> int:
         """Nanoseconds that ``stage`` takes for ``job``, with its jitter."""
@@ -192,6 +177,6 @@ class Costs:
             return duration
         kind = KIND_CODES[job.kind]
         found: int = stage_ns(
-            self.table, int(stage), kind, job.token_count, job.past_len, job.request_id, job.step
+            self.table, 0, int(stage), kind, job.token_count, job.past_len, job.request_id, job.step
         )
         return found

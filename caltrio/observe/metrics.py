@@ -13,11 +13,13 @@ import pyarrow.compute as pc
 from attrs import asdict, frozen
 
 from ..core.job import engine_name
+from ..core.request import Outcome
 from ..units import NS_PER_S
 from .records import Columns
 
 Ints = npt.NDArray[np.int64]
 
+OUTCOMES = tuple(Outcome)
 PERCENTILES = (50, 90, 99)
 MIN_SAMPLES = {50: 3, 90: 20, 99: 200}  # below these a percentile rests on one or two values
 
@@ -167,48 +169,171 @@ def _counts(table: Columns, name: str, **only: str) -> dict[str, int]:
     return dict(sorted(Counter(picked.column(name).to_pylist()).items()))
 
 
-def token_latencies(jobs: Columns) -> Ints:
+@frozen
+class Slo:
+    """What a request must meet to count as good: TTFT and TPOT in ns; ``None`` asks nothing."""
+
+    ttft_ns: int | None = None
+    tpot_ns: int | None = None
+
+
+@frozen
+class RequestFacts:
+    """The requests of a run as arrays of int64, a place each; ns from its start, -1 for never.
+
+    ``outcome`` has the words of :class:`~caltrio.core.request.Outcome`'s members by number, as of
+    :data:`OUTCOMES`. ``refusals``: refused requests by gRPC status.
+    """
+
+    arrival_ns: Ints
+    admitted_ns: Ints
+    first_token_ns: Ints
+    last_token_ns: Ints
+    ended_ns: Ints
+    tokens_out: Ints
+    kv_tokens: Ints
+    outcome: Ints
+    refusals: dict[str, int]
+
+    @property
+    def span_ns(self) -> int:
+        """From the first arrival to the end of the last request."""
+        if not len(self.arrival_ns):
+            return 0
+        return int(self.ended_ns.max() - self.arrival_ns.min())
+
+    @property
+    def completed(self) -> npt.NDArray[np.bool_]:
+        """Which ones completed."""
+        done: npt.NDArray[np.bool_] = self.outcome == OUTCOMES.index(Outcome.COMPLETED)
+        return done
+
+    def ttft_ns(self) -> Ints:
+        """Of the requests with a token, in their order."""
+        has = self.first_token_ns >= 0
+        return self.first_token_ns[has] - self.arrival_ns[has]
+
+    def tpot_ns(self) -> npt.NDArray[np.float64]:
+        """Of the requests with two tokens or more, in their order."""
+        has = self.tokens_out >= 2
+        each: npt.NDArray[np.float64] = (self.last_token_ns - self.first_token_ns)[has] / (
+            self.tokens_out[has] - 1
+        )
+        return each
+
+    def good(self, slo: Slo) -> npt.NDArray[np.bool_]:
+        """Which ones completed within the SLO; one without a token has no TTFT to miss."""
+        fine: npt.NDArray[np.bool_] = self.completed.copy()
+        if slo.ttft_ns is not None:
+            late = self.first_token_ns - self.arrival_ns > slo.ttft_ns
+            fine &= ~((self.first_token_ns >= 0) & late)
+        if slo.tpot_ns is not None:
+            slow = self.last_token_ns - self.first_token_ns > slo.tpot_ns * (self.tokens_out - 1)
+            fine &= ~((self.tokens_out >= 2) & slow)
+        return fine
+
+
+@frozen
+class JobFacts:
+    """What the summary takes from the jobs of a run."""
+
+    count: int
+    loaded_tokens_per_s: float
+    itl: Distribution
+    utilisation: dict[str, float]
+    overlap: float
+
+
+def request_facts(requests: Columns) -> RequestFacts:
+    """Of the requests table."""
+    names = ["arrival_ns", "admitted_ns", "first_token_ns", "last_token_ns", "ended_ns", "tokens_out"]
+    picked = requests.select([*names, "kv_tokens", "outcome"])
+
+    def ints(name: str) -> Ints:
+        return np.asarray(picked.column(name).fill_null(-1)).astype(np.int64, copy=False)
+
+    words = picked.column("outcome").cast(pa.string())
+    outcome = pc.index_in(words, pa.array([each.value for each in OUTCOMES]))
+    arrival, admitted, first, last, ended, tokens = map(ints, names)
+    return RequestFacts(
+        arrival_ns=arrival,
+        admitted_ns=admitted,
+        first_token_ns=first,
+        last_token_ns=last,
+        ended_ns=ended,
+        tokens_out=tokens,
+        kv_tokens=ints("kv_tokens"),
+        outcome=np.asarray(outcome).astype(np.int64),
+        refusals=_counts(requests, "status", outcome="refused"),
+    )
+
+
+def _deliveries(jobs: Columns, requests: Columns) -> tuple[Ints, Ints, Ints]:
+    """(request, step, instant) of each delivery of a token: not of a chunk before a prompt's last."""
+    ids, prompts, outputs = _ints(requests, "request_id", "prompt_tokens", "output_tokens")
+    request, step, past, count, answered = _ints(
+        jobs, "request_id", "step", "past_len", "token_count", "answered_ns", state="succeeded"
+    )
+    order = np.argsort(ids)
+    place = order[np.searchsorted(ids, request, sorter=order)] if len(ids) else request
+    bears = (past + count >= prompts[place]) & (outputs[place] > 0)
+    return request[bears], step[bears], answered[bears]
+
+
+def token_latencies(jobs: Columns, requests: Columns) -> Ints:
     """ITL samples: time between the deliveries of successive tokens of one request, ns."""
-    request, step, answered = _ints(jobs, "request_id", "step", "answered_ns", state="succeeded")
+    request, step, answered = _deliveries(jobs, requests)
     order = np.lexsort((step, request))
     same = np.diff(request[order]) == 0
     latencies: Ints = np.diff(answered[order])[same]
     return latencies
 
 
+def job_facts(jobs: Columns, requests: Columns, span_ns: int) -> JobFacts:
+    """Of the jobs table."""
+    on_device = _occupancy(jobs, "h2d_start_ns", "d2h_end_ns", span_ns)
+    return JobFacts(
+        jobs.num_rows,
+        _loaded_tokens_per_s(jobs, requests),
+        distribution(token_latencies(jobs, requests)),
+        _utilisation(jobs, span_ns),
+        on_device.overlap / on_device.busy if on_device.busy else 0.0,
+    )
+
+
 def summarise(jobs: Columns, requests: Columns) -> Summary:
     """The metrics of one run. Tables without rows give a summary of zeros and NaNs."""
-    arrival, ended = _ints(requests, "arrival_ns", "ended_ns")
-    span_ns = int(ended.max() - arrival.min()) if len(arrival) else 0
-    (emitted,) = _ints(requests, "tokens_out")
-    began, first = _ints(requests, "arrival_ns", "first_token_ns")
-    head, tail, count = _ints(requests, "first_token_ns", "last_token_ns", "tokens_out")
-    several = count >= 2
-    tpot = (tail - head)[several] / (count[several] - 1)
-    came, done = _ints(requests, "arrival_ns", "ended_ns", outcome="completed")
-    waited, admitted = _ints(requests, "arrival_ns", "admitted_ns")
-    held_from, held_to, held = _ints(requests, "admitted_ns", "ended_ns", "kv_tokens")
+    facts = request_facts(requests)
+    return summary_of(facts, job_facts(jobs, requests, facts.span_ns))
 
-    on_device = _occupancy(jobs, "h2d_start_ns", "d2h_end_ns", span_ns)
-    kv = occupancy((held_from, held_to), span_ns, held)
+
+def summary_of(requests: RequestFacts, jobs: JobFacts) -> Summary:
+    """The metrics of one run."""
+    span_ns = requests.span_ns
+    admitted, done = requests.admitted_ns >= 0, requests.completed
+    held = (requests.admitted_ns[admitted], requests.ended_ns[admitted])
+    kv = occupancy(held, span_ns, requests.kv_tokens[admitted])
     rate = NS_PER_S / span_ns if span_ns else 0.0
+    tokens = int(requests.tokens_out.sum())
+    counts = np.bincount(requests.outcome, minlength=len(OUTCOMES))
+    outcomes = {each.value: int(count) for each, count in zip(OUTCOMES, counts, strict=True) if count}
     return Summary(
         span_ns=span_ns,
-        requests=requests.num_rows,
-        jobs=jobs.num_rows,
-        tokens=int(emitted.sum()),
-        outcomes=_counts(requests, "outcome"),
-        refusals=_counts(requests, "status", outcome="refused"),
-        tokens_per_s=int(emitted.sum()) * rate,
-        requests_per_s=len(done) * rate,
-        loaded_tokens_per_s=_loaded_tokens_per_s(jobs, requests),
-        ttft=distribution(first - began),
-        tpot=distribution(tpot),
-        itl=distribution(token_latencies(jobs)),
-        e2e=distribution(done - came),
-        queueing=distribution(admitted - waited),
-        utilisation=_utilisation(jobs, span_ns),
-        overlap=on_device.overlap / on_device.busy if on_device.busy else 0.0,
+        requests=len(requests.outcome),
+        jobs=jobs.count,
+        tokens=tokens,
+        outcomes=dict(sorted(outcomes.items())),
+        refusals=requests.refusals,
+        tokens_per_s=tokens * rate,
+        requests_per_s=int(done.sum()) * rate,
+        loaded_tokens_per_s=jobs.loaded_tokens_per_s,
+        ttft=distribution(requests.ttft_ns()),
+        tpot=distribution(requests.tpot_ns()),
+        itl=jobs.itl,
+        e2e=distribution(requests.ended_ns[done] - requests.arrival_ns[done]),
+        queueing=distribution(requests.admitted_ns[admitted] - requests.arrival_ns[admitted]),
+        utilisation=jobs.utilisation,
+        overlap=jobs.overlap,
         kv_mean_tokens=kv.mean,
         kv_peak_tokens=kv.peak,
     )
@@ -218,15 +343,23 @@ def _loaded_tokens_per_s(jobs: Columns, requests: Columns) -> float:
     arrived, admitted = _ints(requests, "arrival_ns", "admitted_ns")
     if not len(admitted):
         return 0.0
-    request, delivered = _ints(jobs, "request_id", "answered_ns", state="succeeded")
-    # A prefill of a request that wants no token delivers none.
-    (silent,) = _ints(requests, "request_id", output_tokens=0)
-    delivered = delivered[~np.isin(request, silent)]
-    until = admitted.max()
-    if until <= arrived.min() and len(delivered):
-        until = delivered.max()  # all were admitted at once: there is no tail to leave out
-    loaded_ns = int(until - arrived.min())
-    return int((delivered <= until).sum()) * NS_PER_S / loaded_ns if loaded_ns else 0.0
+    _, _, delivered = _deliveries(jobs, requests)
+    until, begin = admitted.max(), arrived.min()
+    return loaded_rate(
+        int(begin), int(until), int((delivered <= until).sum()), len(delivered),
+        int(delivered.max()) if len(delivered) else -1,
+    )  # fmt: skip
+
+
+def loaded_rate(begin_ns: int, until_ns: int, by_then: int, tokens: int, last_ns: int) -> float:
+    """Loaded tokens/s: ``by_then`` of ``tokens`` were delivered by the last admission, ``until_ns``.
+
+    ``begin_ns`` is the first arrival of an admitted request, ``last_ns`` the last delivery.
+    """
+    if until_ns <= begin_ns and tokens:
+        until_ns, by_then = last_ns, tokens  # all were admitted at once: there is no tail to leave out
+    loaded_ns = until_ns - begin_ns
+    return by_then * NS_PER_S / loaded_ns if loaded_ns else 0.0
 
 
 def _occupancy(jobs: Columns, start: str, end: str, span_ns: int) -> Occupancy:
@@ -272,27 +405,6 @@ def _utilisation(jobs: Columns, span_ns: int) -> dict[str, float]:
     return stages
 
 
-@frozen
-class Slo:
-    """What a request must meet to count as good: TTFT and TPOT in ns; ``None`` asks nothing."""
-
-    ttft_ns: int | None = None
-    tpot_ns: int | None = None
-
-
 def goodput_per_s(requests: Columns, slo: Slo, span_ns: int) -> float:
-    """Completed requests per second that met the SLO; one without a token has no TTFT to miss."""
-    if not span_ns:
-        return 0.0
-    (ended,) = _ints(requests, "ended_ns", outcome="completed")
-    bad = np.zeros(0, np.int64)
-    request, arrival, first, last, count = _ints(
-        requests,
-        "request_id", "arrival_ns", "first_token_ns", "last_token_ns", "tokens_out",
-        outcome="completed",
-    )  # fmt: skip
-    if slo.ttft_ns is not None:
-        bad = np.union1d(bad, request[first - arrival > slo.ttft_ns])
-    if slo.tpot_ns is not None:
-        bad = np.union1d(bad, request[last - first > slo.tpot_ns * (count - 1)])
-    return (len(ended) - len(bad)) * NS_PER_S / span_ns
+    """Completed requests per second that met the SLO."""
+    return int(request_facts(requests).good(slo).sum()) * NS_PER_S / span_ns if span_ns else 0.0

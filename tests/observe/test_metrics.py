@@ -36,6 +36,7 @@ def job(request, step, engine, *times, state="succeeded"):
     row = dict(zip(names, times, strict=False))
     return {
         "job_id": 10 * request + step, "request_id": request, "step": step, "engine": engine,
+        "past_len": step, "token_count": 1,
         "state": state, "h2d_start_ns": row.get("submitted_ns"),
         "die_start_ns": [times[3]] if times else None, "die_end_ns": [times[4]] if times else None,
         **row,
@@ -45,7 +46,7 @@ def job(request, step, engine, *times, state="succeeded"):
 def request(index, arrival, admitted, first, last, ended, tokens, *, kv=0, **rest):
     return {
         "request_id": index, "arrival_ns": arrival, "admitted_ns": admitted, "first_token_ns": first,
-        "last_token_ns": last, "ended_ns": ended, "tokens_out": tokens, "output_tokens": 3,
+        "last_token_ns": last, "ended_ns": ended, "tokens_out": tokens, "output_tokens": 3, "prompt_tokens": 1,
         "kv_tokens": kv, **rest,
     }  # fmt: skip
 
@@ -112,8 +113,17 @@ def test_latencies(summary):
 
 
 def test_itl_is_between_tokens_of_one_request_in_their_order():
-    assert sorted(token_latencies(JOBS)) == [40, 150, 160]
-    assert sorted(token_latencies(JOBS.take([4, 3, 2, 1, 0, 5]))) == [40, 150, 160]
+    assert sorted(token_latencies(JOBS, REQUESTS)) == [40, 150, 160]
+    assert sorted(token_latencies(JOBS.take([4, 3, 2, 1, 0, 5]), REQUESTS)) == [40, 150, 160]
+
+
+def test_a_chunk_before_the_last_of_a_prompt_delivers_no_token():
+    chunks = [job(0, step, 0, 1, 2, 3, 3, 4, 4, 5, 6, 7, 100 * (step + 1)) for step in range(4)]
+    jobs, whole = table(JOB_SCHEMA, chunks), request(0, 0, 0, 300, 400, 400, 2, prompt_tokens=3)
+    late = request(1, 0, 350, None, None, 400, 0)
+    found = summarise(jobs, table(REQUEST_SCHEMA, [whole, late]))
+    assert (found.itl.count, found.itl.max_ns) == (1, 100)
+    assert found.loaded_tokens_per_s == pytest.approx(1e9 / 350)
 
 
 def test_utilisation(summary):
