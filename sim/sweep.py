@@ -6,6 +6,7 @@ of the points: it is the same to the byte, whoever ran what when, and however of
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -39,7 +40,7 @@ JOURNAL = "sweep.jsonl"
 TABLE = "sweep.parquet"
 _SYNC_S = 1.0
 _ROW_GROUP = 20_000
-_CONNECT_S = 8
+_CONNECT_S = 5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _I64, _F64, _TEXT = pa.int64(), pa.float64(), pa.string()
 
@@ -227,10 +228,9 @@ def local_executor(workers: int | None = None) -> Iterator[tuple[Executor, int]]
     try:
         yield pool, 2 * count
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
         for child in set(active_children()) - before:
             child.kill()
-        pool.shutdown(wait=True)
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
@@ -244,13 +244,22 @@ def cluster_executor(address: str) -> Iterator[tuple[Executor, int]]:
         distributed: Any = import_module("distributed")  # optional, and not typed throughout
     except ModuleNotFoundError as error:
         raise InputError(
-            where, "", "needs the package distributed", "pip install caltrio[cluster]"
+            where, "", "needs the package distributed", "pip install 'caltrio[cluster]'"
         ) from error
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what matters is in our errors
+    for name in list(logging.root.manager.loggerDict):
+        if name.partition(".")[0] == "distributed":
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what matters is in our errors
+
+    async def knock() -> None:
+        comm = await import_module("distributed.comm").connect(address, timeout=_CONNECT_S)
+        await comm.close()
+
     try:
+        # A client that cannot connect takes its time, and complains at the end of the process.
+        asyncio.run(asyncio.wait_for(knock(), _CONNECT_S + 1))
         client = distributed.Client(address, timeout=_CONNECT_S, set_as_default=False)
     except (OSError, ValueError, RuntimeError, ImportError) as error:  # a timeout is an OSError
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0] if str(error) else "it does not answer"
         raise InputError(
             where, "", f"no scheduler can be reached: {reason}", "start one, or correct the address"
         ) from error

@@ -139,6 +139,19 @@ def _mean(values: list[float | None]) -> float | None:
     return sum(defined) / len(defined) if defined else None
 
 
+def _unserved(metrics: dict[str, Any]) -> bool:
+    return bool(metrics) and metrics.get("outcomes_completed", 0) < metrics["requests"]
+
+
+def _headings(keys: list[str]) -> list[str]:
+    """The last two parts of each key, or all of it where these would name two columns."""
+    short = [".\n".join(key.split(".")[-2:]) for key in keys]
+    return [
+        name if short.count(name) == 1 else key.replace(".", ".\n")
+        for name, key in zip(short, keys, strict=True)
+    ]
+
+
 def _print(made: Sweep, journal: Journal, out: Path, before: int) -> None:
     screen = console()
     varying = [
@@ -148,8 +161,8 @@ def _print(made: Sweep, journal: Journal, out: Path, before: int) -> None:
     ]
     count = len(made.seeds)
     table = Table(title=f"Means over {count} replication{'s' * (count > 1)}")
-    for _, axis in varying:
-        table.add_column(axis.key.replace(".", ".\n"), overflow="fold")
+    for heading in _headings([axis.key for _, axis in varying]):
+        table.add_column(heading, overflow="fold")
     for heading in ("tokens/s", "TTFT P99", "TPOT P99"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("status", no_wrap=True)
@@ -172,4 +185,7 @@ def _print(made: Sweep, journal: Journal, out: Path, before: int) -> None:
         text += f", {before:,} of them done before"
     if impossible:
         text += f"; {impossible:,} points are impossible, the column 'reason' says why"
+    unserved = sum(_unserved(result["metrics"]) for _, _, result in results(made, journal))
+    if unserved:
+        text += f"; in {unserved:,} runs not every request was served, see the columns 'outcomes_...'"
     screen.print(f"{text}; table: {escape(str(out / TABLE))}")

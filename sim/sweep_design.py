@@ -115,11 +115,12 @@ class _Unit:
     suffix: str
     symbol: str
     parse: Callable[[str], int]
+    show: Callable[[int], str]
 
 
-_NS = _Unit("_ns", "ns", parse_ns)
-_PS = _Unit("_ps", "ps", parse_ps)
-_BANDWIDTH = _Unit("_bytes_per_s", "B/s", parse_bandwidth)
+_NS = _Unit("_ns", "ns", parse_ns, format_ns)
+_PS = _Unit("_ps", "ps", parse_ps, lambda value: format_ns(value / 1_000))
+_BANDWIDTH = _Unit("_bytes_per_s", "B/s", parse_bandwidth, lambda value: f"{value / 1e9:.3g} GB/s")
 
 
 def _unit_for(key: str) -> _Unit:
@@ -190,8 +191,8 @@ class Axis:
 
     def text(self, value: Any) -> str:
         """``value`` for a person."""
-        if self.unit is _NS and not self.choices:
-            return format_ns(parse_ns(value))
+        if self.unit is not None and not self.choices:
+            return self.unit.show(self.unit.parse(value))
         if isinstance(value, float):
             return f"{value:.4g}"
         return value if isinstance(value, str) else json.dumps(value)
