@@ -274,9 +274,11 @@ def _deliveries(jobs: Columns, requests: Columns) -> tuple[Ints, Ints, Ints]:
     request, step, past, count, answered = _ints(
         jobs, "request_id", "step", "past_len", "token_count", "answered_ns", state="succeeded"
     )
-    order = np.argsort(ids)
-    place = order[np.searchsorted(ids, request, sorter=order)] if len(ids) else request
-    bears = (past + count >= prompts[place]) & (outputs[place] > 0)
+    bears = np.ones(len(request), bool)  # also of a request that has not ended, and has no row
+    if len(ids):
+        order = np.argsort(ids)
+        place = order[np.searchsorted(ids, request, sorter=order).clip(max=len(ids) - 1)]
+        bears = (past + count >= prompts[place]) & (outputs[place] > 0) | (ids[place] != request)
     return request[bears], step[bears], answered[bears]
 
 

@@ -46,8 +46,8 @@ def job(request, step, engine, *times, state="succeeded"):
 def request(index, arrival, admitted, first, last, ended, tokens, *, kv=0, **rest):
     return {
         "request_id": index, "arrival_ns": arrival, "admitted_ns": admitted, "first_token_ns": first,
-        "last_token_ns": last, "ended_ns": ended, "tokens_out": tokens, "output_tokens": 3, "prompt_tokens": 1,
-        "kv_tokens": kv, **rest,
+        "last_token_ns": last, "ended_ns": ended, "tokens_out": tokens, "output_tokens": 3,
+        "prompt_tokens": 1, "kv_tokens": kv, **rest,
     }  # fmt: skip
 
 
