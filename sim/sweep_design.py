@@ -177,10 +177,10 @@ class Axis:
         edge = 0.5 if self.integer else 0.0
         first, last = low - edge, high + edge
         if self.log:
-            value = math.exp(math.log(first) + share * (math.log(last) - math.log(first)))
+            value = math.exp((1 - share) * math.log(first) + share * math.log(last))
         else:
-            value = first + share * (last - first)
-        value = min(max(value, low), high)
+            value = (1 - share) * first + share * last
+        value = min(max(value, low), high)  # rounding errors, and the edges
         if self.unit is not None:
             return f"{round(value)}{self.unit.symbol}"
         return round(value) if self.integer else value
@@ -251,7 +251,11 @@ def load_sweep(path: Path, on_point: Callable[[int, int], None] = lambda _done, 
     """
     where = str(path)
     file = structure(read_toml(path), _File, where, _converter())
-    given = dict(_flat(file.parameters, where))
+    given: dict[str, Any] = {}
+    for key, value in _flat(file.parameters):
+        if key in given:
+            raise InputError(where, f"parameters.{key}", "is there twice, in quotes and as a table")
+        given[key] = value
     axes = tuple(_axis(key, value, file.design, where) for key, value in given.items())
     if not axes:
         example = 'name one, as in "executor.max_inflight" = [1, 2]'
@@ -309,12 +313,12 @@ def _name(index: int, axes: Sequence[Axis], values: Sequence[Any]) -> str:
     return f"point {index} ({text if len(text) <= 300 else text[:300] + '...'})"
 
 
-def _flat(table: Mapping[str, Any], where: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and their values, whether the keys are in quotes or are tables in tables."""
     for key, value in table.items():
         dotted = prefix + key
         if isinstance(value, dict) and not {"from", "to"} & value.keys():
-            yield from _flat(value, where, f"{dotted}.")
+            yield from _flat(value, f"{dotted}.")
         else:
             yield dotted, value
 
@@ -371,6 +375,8 @@ def _check_value(value: Any, where: str, place: str) -> None:
             _check_value(inner, where, f"{place}.{key}")
     elif isinstance(value, float) and not math.isfinite(value):
         raise InputError(where, place, f"{value!r} is not a finite number")
+    elif isinstance(value, int) and abs(value) > 2**64:
+        raise InputError(where, place, f"{value!r} is beyond 64 bits")
     elif not isinstance(value, str | int | float):
         raise InputError(where, place, f"{value!r} is no value of a scenario")
 

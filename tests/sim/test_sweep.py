@@ -247,6 +247,8 @@ HOSTILE = {
         GRID + '"workload.arrivals.cv" = [1.0, nan]\n',
         "parameters.workload.arrivals.cv.1: nan is not",
     ),
+    "twice": (GRID + "executor.max_inflight = [1]\n", "executor.max_inflight: is there twice, in"),
+    "huge": (GRID + '"executor.max_queue" = [99999999999999999999]\n', "is beyond 64 bits"),
     "date": (GRID + '"executor.grace" = [2026-01-01]\n', "parameters.executor.grace.0: datetime.date("),
     "unknown key": (
         GRID + '"workload.arivals.rate" = [1.0]\n',
