@@ -1,0 +1,919 @@
+"""The twin's event loop: the rules of the executor and of the simulated card, compiled.
+
+Each function names the rule that it carries out. Rules of ``Core``, ``Admission`` and so on are in
+:mod:`caltrio.core`, those of the card in :mod:`sim.engine` and :mod:`sim.device`, the order of what
+happens at one instant in :class:`caltrio.timer.Rank`. ``tests/sim/test_parity.py`` shows that both give
+the same tables, to the nanosecond.
+
+What an event makes happen at once, but after all tasks have come to rest, goes through the ring
+``SOON``: there SimPy has events without delay, and the executor wakes several callers one by one.
+"""
+
+# ruff: noqa: F403, F405 - two hundred names of columns
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from caltrio.costs import DECODE, PREFILL, stage_ns
+from caltrio.semantics import PERMILLE
+from caltrio.timing import Stage
+
+from .machine import *
+from .queues import ROWS, SIZE, WIDTH, add, drop, first, nth, pointer, pop, push, remove, rise
+
+_SUBMIT, _H2D, _COMPUTE, _D2H = int(Stage.SUBMIT), int(Stage.H2D), int(Stage.COMPUTE), int(Stage.D2H)
+_INTERRUPT, _POSTPROCESS = int(Stage.INTERRUPT), int(Stage.POSTPROCESS)
+_CLIENT = int(Stage.CLIENT)
+_LONGEST_NS = 2**52  # beyond, thousandths of a ns leave 64 bits
+
+rule = njit(cache=True, error_model="numpy")
+inlined = njit(
+    inline="always", error_model="numpy"
+)  # called from one place: a call costs more than it does
+
+AFTER_H2D, AFTER_COMPUTE, AFTER_D2H, AFTER_WAIT = range(4)  # SLOT_RELEASE
+
+
+@rule
+def _job(m: Any, s: int) -> Any:
+    return m[AT_SEQUENCES] + s * SEQUENCE_COLUMNS
+
+
+@rule
+def _request(m: Any, r: int) -> Any:
+    return m[AT_REQUESTS] + r * REQUEST_COLUMNS
+
+
+@rule
+def _engine(m: Any, index: int) -> Any:
+    return m[AT_ENGINES] + index * ENGINE_COLUMNS
+
+
+@rule
+def _die(m: Any, d: int) -> Any:
+    return m[AT_DIES] + d * DIE_COLUMNS
+
+
+@rule
+def _die_times(m: Any, s: int) -> Any:
+    return m[AT_DIE_TIMES] + s * 2 * m[DIES]
+
+
+@rule
+def _cost(m: Any, stage: int, s: int) -> Any:
+    """Durations are pure functions: when they are asked for does not matter."""
+    job = _job(m, s)
+    kind, tokens, past = m[job + KIND], m[job + TOKENS], m[job + PAST]
+    ns = stage_ns(m, m[AT_COSTS], stage, kind, tokens, past, m[job + REQUEST], m[job + STEP])
+    if ns > _LONGEST_NS:
+        m[STATUS] = TOO_LONG
+    return ns
+
+
+@rule
+def _later(m: Any, what: int, who: int, more: int) -> None:
+    push(m, m[SOON], what)
+    push(m, m[SOON], who)
+    push(m, m[SOON], more)
+
+
+# --- engine slots (sim/engine.py) -----------------------------------------------------------------
+@rule
+def _free_slot(m: Any, s: int) -> Any:
+    """``Engine.free_slot``: the one that the job is bound to, or any with one in flight (§6.4)."""
+    if m[LIMIT] > 1:
+        slot = m[_job(m, s) + GROUP]
+        return slot if m[_engine(m, slot) + E_FREE] else NONE
+    for slot in range(m[ENGINES]):
+        if m[_engine(m, slot) + E_FREE]:
+            return slot
+    return NONE
+
+
+@rule
+def _release_slot(m: Any, slot: int) -> None:
+    """``Engine.release_slot``: a submitter that waits for it goes on at this instant."""
+    m[_engine(m, slot) + E_FREE] = 1
+    if m[SLOT_WANTED] and _free_slot(m, m[SUBMITTING]) != NONE:
+        m[SLOT_WANTED] = 0
+        m[T_SUBMIT] = m[NOW]
+
+
+# --- DMA channels: a turn is 2 * sequence, and 1 more for D2H -------------------------------------
+@rule
+def _channel_next(m: Any, c: int) -> None:
+    """``Channel._next``: the head of the queue, once it is ready."""
+    queue = m[CHANNELS] + c * m[RING_LENGTH]
+    if m[m[AT_ON] + c] != NONE or m[queue + SIZE] == 0:
+        return
+    turn = first(m, queue)
+    job = _job(m, turn >> 1)
+    now = m[NOW]
+    if turn & 1:
+        if not m[job + READY_D2H]:
+            return
+        m[job + D2H_START] = now
+        m[m[AT_ENDS] + c] = now + m[job + D2H_NS]
+        m[D2H_BUSY] += m[job + D2H_NS]
+    else:
+        if not m[job + READY_H2D]:
+            return
+        m[job + H2D_START] = now
+        m[m[AT_ENDS] + c] = now + m[job + H2D_NS]
+        m[H2D_BUSY] += m[job + H2D_NS]
+        m[COMPUTES_QUEUED] += 1
+        _device(m, 1)
+    pop(m, queue)
+    m[m[AT_ON] + c] = turn
+
+
+@rule
+def _device(m: Any, change: int) -> None:
+    """One job more or less on the device: its busy time, and that of two or more."""
+    lasted = m[NOW] - m[DEVICE_SINCE]
+    m[DEVICE_SINCE] = m[NOW]
+    if m[DEVICE_ON] > 0:
+        m[DEVICE_BUSY] += lasted
+    if m[DEVICE_ON] > 1:
+        m[DEVICE_OVERLAP] += lasted
+    m[DEVICE_ON] += change
+
+
+@rule
+def _serve_h2d(m: Any, s: int) -> None:
+    """``Channel.serve``: the turn is ready."""
+    job = _job(m, s)
+    if not m[job + JOINED]:
+        push(m, m[CHANNELS], 2 * s)
+    m[job + READY_H2D] = 1
+    _channel_next(m, 0)
+
+
+@rule
+def _serve_d2h(m: Any, s: int) -> None:
+    job = _job(m, s)
+    c = 0 if m[HALF_DUPLEX] else 1
+    if not m[job + JOINED]:
+        push(m, m[CHANNELS] + c * m[RING_LENGTH], 2 * s + 1)
+    m[job + READY_D2H] = 1
+    _channel_next(m, c)
+
+
+@inlined
+def _channel_ends(m: Any, c: int) -> None:
+    """The channel takes its next turn first, then the job goes on."""
+    turn = m[m[AT_ON] + c]
+    m[m[AT_ON] + c] = NONE
+    m[m[AT_ENDS] + c] = NEVER
+    _channel_next(m, c)
+    if turn & 1:
+        _after_d2h(m, turn >> 1)
+    else:
+        _after_h2d(m, turn >> 1)
+
+
+# --- dies -----------------------------------------------------------------------------------------
+@rule
+def _part_ns(m: Any, d: int, s: int) -> Any:
+    """``split_permille``: whole nanoseconds, and nothing is lost."""
+    total = m[_job(m, s) + COMPUTE_NS]
+    if m[DIES] == 1:
+        return total
+    before = m[_die(m, d - 1) + D_PART_END] if d > 0 else 0
+    return total * m[_die(m, d) + D_PART_END] // PERMILLE - total * before // PERMILLE
+
+
+@rule
+def _serve_die(m: Any, d: int, s: int) -> None:
+    push(m, m[DIE_QUEUES] + d * m[RING_LENGTH], s)
+    if m[SPEEDS] == 1:
+        _die_next(m, d)
+    else:
+        _progress(m, d)
+        m[_job(m, s) + REMAINING] = _part_ns(m, d, s) * PERMILLE
+        _refill(m, d)
+
+
+@rule
+def _die_begins(m: Any, d: int, s: int) -> None:
+    now = m[NOW]
+    m[_die_times(m, s) + 2 * d] = now
+    if d == 0:
+        if m[COMPUTE_ON] == 0:
+            m[COMPUTE_SINCE] = now
+        m[COMPUTE_ON] += 1
+    die = _die(m, d)
+    if m[die + D_RUNNING] == 0:
+        m[die + D_ON_SINCE] = now
+    m[die + D_RUNNING] += 1
+
+
+@rule
+def _die_next(m: Any, d: int) -> None:
+    """``Channel._next`` of a die that serves one job at a time."""
+    queue = m[DIE_QUEUES] + d * m[RING_LENGTH]
+    if m[m[AT_ON] + 2 + d] == NONE and m[queue + SIZE] > 0:
+        s = pop(m, queue)
+        _die_begins(m, d, s)
+        m[m[AT_ON] + 2 + d] = 2 * s
+        m[m[AT_ENDS] + 2 + d] = m[NOW] + _part_ns(m, d, s)
+
+
+@rule
+def _progress(m: Any, d: int) -> None:
+    """``SharedUnit._progress``: the work done since the number of running jobs last changed."""
+    die, running = _die(m, d), m[AT_RUNNING] + d * m[SPEEDS]
+    count = m[die + D_RUNNING]
+    if count > 0:
+        done = (m[NOW] - m[die + D_SINCE]) * m[m[AT_SPEEDS] + count - 1]
+        for index in range(count):
+            m[_job(m, m[running + index]) + REMAINING] -= done
+    m[die + D_SINCE] = m[NOW]
+
+
+@rule
+def _refill(m: Any, d: int) -> None:
+    """``SharedUnit._refill``: start whom there is room for, and foresee the next end."""
+    die, running = _die(m, d), m[AT_RUNNING] + d * m[SPEEDS]
+    queue = m[DIE_QUEUES] + d * m[RING_LENGTH]
+    while m[queue + SIZE] > 0 and m[die + D_RUNNING] < m[SPEEDS]:
+        s = pop(m, queue)
+        m[running + m[die + D_RUNNING]] = s
+        _die_begins(m, d, s)
+    count = m[die + D_RUNNING]
+    if count == 0:
+        m[m[AT_ON] + 2 + d] = NONE
+        m[m[AT_ENDS] + 2 + d] = NEVER
+        return
+    best = m[running]
+    for index in range(1, count):
+        one, other = _job(m, m[running + index]), _job(m, best)
+        if m[one + REMAINING] < m[other + REMAINING] or (
+            m[one + REMAINING] == m[other + REMAINING] and m[one + JOB] < m[other + JOB]
+        ):
+            best = m[running + index]
+    speed = m[m[AT_SPEEDS] + count - 1]
+    remaining = max(m[_job(m, best) + REMAINING], 0)
+    m[m[AT_ON] + 2 + d] = 2 * best
+    m[m[AT_ENDS] + 2 + d] = m[NOW] + (remaining + speed - 1) // speed
+
+
+@inlined
+def _die_ends(m: Any, d: int) -> None:
+    """The die takes its next turn first, then the job goes on."""
+    die, running = _die(m, d), m[AT_RUNNING] + d * m[SPEEDS]
+    s = m[m[AT_ON] + 2 + d] >> 1
+    if m[SPEEDS] > 1:
+        _progress(m, d)
+        index = 0
+        while m[running + index] != s:
+            index += 1
+        while index + 1 < m[die + D_RUNNING]:
+            m[running + index] = m[running + index + 1]
+            index += 1
+    m[die + D_RUNNING] -= 1
+    if m[die + D_RUNNING] == 0:
+        m[die + D_BUSY] += m[NOW] - m[die + D_ON_SINCE]
+    if m[SPEEDS] > 1:
+        _refill(m, d)
+        _later(m, DIE_DONE, s, d)
+        return
+    m[m[AT_ON] + 2 + d] = NONE
+    m[m[AT_ENDS] + 2 + d] = NEVER
+    _die_next(m, d)
+    _die_done(m, d, s)
+
+
+# --- the way of a job on the device (Engine._run) -------------------------------------------------
+@inlined
+def _start(m: Any, s: int, slot: int) -> None:
+    """``Engine.start``: the job takes its slot, and is on its way."""
+    job = _job(m, s)
+    m[_engine(m, slot) + E_FREE] = 0
+    m[job + SLOT] = slot
+    m[job + H2D_NS] = _cost(m, _H2D, s)
+    m[job + D2H_NS] = _cost(m, _D2H, s)
+    m[job + READY_H2D] = 0
+    m[job + READY_D2H] = 0
+    m[job + FINISHED] = 0
+    m[job + JOINED] = m[AT_ISSUE]
+    if m[AT_ISSUE]:
+        push(m, m[CHANNELS], 2 * s)
+        push(m, m[CHANNELS] + (0 if m[HALF_DUPLEX] else m[RING_LENGTH]), 2 * s + 1)
+    if m[OVERLAP]:
+        _serve_h2d(m, s)
+    elif m[WHOLE_TAKEN]:
+        push(m, m[WHOLE], s)
+    else:
+        m[WHOLE_TAKEN] = 1
+        _later(m, CLAIMED, s, 0)
+
+
+@inlined
+def _after_h2d(m: Any, s: int) -> None:
+    job = _job(m, s)
+    m[job + H2D_END] = m[NOW]
+    if m[SLOT_RELEASE] == AFTER_H2D:
+        _release_slot(m, m[job + SLOT])
+    m[job + COMPUTE_NS] = _cost(m, _COMPUTE, s)
+    _serve_die(m, 0, s)
+
+
+@rule
+def _die_done(m: Any, d: int, s: int) -> None:
+    """The next die of the pipeline, or what follows the last one."""
+    m[_die_times(m, s) + 2 * d + 1] = m[NOW]
+    if d + 1 < m[DIES]:
+        _serve_die(m, d + 1, s)
+        return
+    m[COMPUTE_ON] -= 1
+    if m[COMPUTE_ON] == 0:
+        m[COMPUTE_BUSY] += m[NOW] - m[COMPUTE_SINCE]
+    m[COMPUTES_QUEUED] -= 1
+    if m[SLOT_RELEASE] == AFTER_COMPUTE:
+        _release_slot(m, m[_job(m, s) + SLOT])
+    if not m[COMPUTE_IDLE]:
+        _serve_d2h(m, s)
+        return
+    push(m, m[HELD], s)  # Engine._computes_drained: in the order of their ends
+    while m[COMPUTES_QUEUED] == 0 and m[m[HELD] + SIZE] > 0:
+        _later(m, DRAINED, pop(m, m[HELD]), 0)
+
+
+@inlined
+def _after_d2h(m: Any, s: int) -> None:
+    job = _job(m, s)
+    m[job + D2H_END] = m[NOW]
+    _device(m, -1)
+    if not m[OVERLAP]:
+        if m[m[WHOLE] + SIZE] > 0:
+            _later(m, CLAIMED, pop(m, m[WHOLE]), 0)
+        else:
+            m[WHOLE_TAKEN] = 0
+    if m[SLOT_RELEASE] == AFTER_D2H:
+        _release_slot(m, m[job + SLOT])
+    add(m, m[INTERRUPTS], m[NOW] + _cost(m, _INTERRUPT, s), m[job + JOB], s, 0, 0)
+
+
+# --- Wait() (sim/device.py) -----------------------------------------------------------------------
+@rule
+def _offer(m: Any) -> None:
+    """``SimDevice._offer``: let ``Wait()`` return, if somebody is in it and a job may be returned."""
+    queue = m[FINISHED_JOBS] if m[ANY_ORDER] else m[ISSUED]
+    if not m[IN_WAIT] or m[queue + SIZE] == 0:
+        return
+    s = first(m, queue)
+    if not m[_job(m, s) + FINISHED]:
+        return
+    pop(m, queue)
+    m[IN_WAIT] = 0
+    m[RETURNED] = s
+    m[T_WAIT] = m[NOW]
+
+
+@inlined
+def _interrupted(m: Any) -> None:
+    """``SimDevice._finished``."""
+    s = m[m[INTERRUPTS] + ROWS + 2]
+    drop(m, m[INTERRUPTS])
+    m[_job(m, s) + FINISHED] = 1
+    if m[ANY_ORDER]:
+        push(m, m[FINISHED_JOBS], s)
+    _offer(m)
+
+
+@inlined
+def _wait_returned(m: Any) -> None:
+    """``Core.wait_returned``: the permit comes back. Then the completer converts the output."""
+    now, s = m[NOW], m[RETURNED]
+    job = _job(m, s)
+    slot = _engine(m, m[job + SLOT])
+    m[T_WAIT] = NEVER
+    if m[SLOT_RELEASE] == AFTER_WAIT:
+        _release_slot(m, m[job + SLOT])
+    m[slot + E_ON] -= 1
+    if m[slot + E_ON] == 0:
+        m[slot + E_BUSY] += now - m[slot + E_SINCE]
+    m[IN_FLIGHT] -= 1
+    m[_engine(m, m[job + GROUP]) + E_LOAD] -= 1
+    m[job + WAITED] = now
+    if m[EXECUTION_TIMEOUT] and now > m[job + SUBMITTED] + m[EXECUTION_TIMEOUT]:
+        m[STATUS] = FAULT_EXECUTION
+    _stage(m)
+    if m[job + GAVE_UP]:
+        _completed(m, s)
+    else:
+        m[COMPLETING] = s
+        m[T_COMPLETER] = now + _cost(m, _POSTPROCESS, s)
+
+
+# --- the executor (caltrio/core/scheduler.py, caltrio/executor.py) --------------------------------
+@rule
+def _stage(m: Any) -> None:
+    """``Core._stage``: the next ready job to the submitter, if that is idle and a permit is free.
+
+    The submitter prepares it, and is in ``infer()``, at this very instant.
+    """
+    if m[m[READY] + SIZE] == 0 or m[SUBMITTING] != NONE or m[IN_FLIGHT] >= m[LIMIT]:
+        return
+    s = first(m, m[READY])
+    if m[DECODE_FIRST]:
+        for index in range(m[m[READY] + SIZE]):
+            other = nth(m, m[READY], index)
+            if m[_job(m, other) + KIND] == DECODE:
+                s = other
+                break
+    job = _job(m, s)
+    buffers = E_DECODE_FREE if m[job + KIND] == DECODE else E_PREFILL_FREE
+    group, load = NONE, m[SHARE_LIMIT]  # an engine takes its share; the least loaded goes first
+    for index in range(m[GROUPS]):
+        engine = _engine(m, index)
+        if m[engine + E_LOAD] < load and m[engine + buffers] > 0:
+            group, load = index, m[engine + E_LOAD]
+    if group == NONE:
+        return
+    remove(m, m[READY], s)
+    engine = _engine(m, group)
+    m[engine + buffers] -= 1
+    m[engine + E_LOAD] += 1
+    m[IN_FLIGHT] += 1
+    m[job + STATE] = ACTIVE
+    m[job + GROUP] = group
+    m[job + INFER] = m[NOW]
+    m[SUBMITTING] = s
+    m[T_SUBMIT] = m[NOW] + _cost(m, _SUBMIT, s)
+    if m[QUEUE_TIMEOUT]:
+        _deadline(m, m[NOW] + m[QUEUE_TIMEOUT], s, OF_QUEUE, m[job + JOB])
+
+
+@inlined
+def _submit(m: Any) -> None:
+    """``SimDevice.infer`` once the submitter has done its work, and ``Core.submit_returned``."""
+    now, s = m[NOW], m[SUBMITTING]
+    job = _job(m, s)
+    m[T_SUBMIT] = NEVER
+    slot = _free_slot(m, s)
+    if slot == NONE:
+        if m[BUSY_WHEN_FULL]:
+            m[STATUS] = FAULT_BUSY
+        m[SLOT_WANTED] = 1
+        return
+    if not m[ANY_ORDER]:
+        push(m, m[ISSUED], s)
+    _start(m, s, slot)
+    engine = _engine(m, slot)
+    if m[engine + E_ON] == 0:
+        m[engine + E_SINCE] = now
+    m[engine + E_ON] += 1
+    m[engine + E_USED] = 1
+    m[SUBMITTING] = NONE
+    m[job + SUBMITTED] = now
+    m[SUBMIT_BUSY] += now - m[job + INFER]
+    if m[QUEUE_TIMEOUT] and now > m[job + INFER] + m[QUEUE_TIMEOUT] + m[GRACE]:
+        m[STATUS] = FAULT_INFER
+    _stage(m)
+
+
+@rule
+def _completed(m: Any, s: int) -> None:
+    """``Core.completed``; then the completer waits again, and then the caller goes on."""
+    now, job = m[NOW], _job(m, s)
+    request = _request(m, m[job + REQUEST])
+    held = m[job + PAST] + m[job + TOKENS]
+    gave_up = m[job + GAVE_UP]
+    m[T_COMPLETER] = NEVER
+    buffers = E_DECODE_FREE if m[job + KIND] == DECODE else E_PREFILL_FREE
+    m[_engine(m, m[job + GROUP]) + buffers] += 1
+    if not gave_up:
+        m[job + ANSWERED] = now
+        m[COMPLETER_BUSY] += now - m[job + WAITED]
+        if m[request + OUTPUT] > 0 and held >= m[request + PROMPT]:
+            m[DELIVERED] += 1
+            m[LAST_DELIVERY] = now
+            if now == m[UNTIL]:
+                m[DELIVERED_UNTIL] = m[DELIVERED]
+    _job_ended(m, s, LATE_QUEUE if gave_up else NO_REASON)
+    m[job + STATE] = IDLE
+    if gave_up:
+        m[GAVE_UP_END] = now
+        if m[request + CLOSING]:
+            _end_admitted(m, s, EXPIRED)
+    _stage(m)
+    m[IN_WAIT] = 1
+    _offer(m)
+    if gave_up:
+        return
+    if held < m[request + PROMPT]:
+        _next_step(m, s)
+    elif m[request + OUTPUT] == 0:
+        _end_admitted(m, s, COMPLETED)
+        _client_done(m)
+    else:  # Sequence.emit_token
+        add(m, m[CLIENT_TIMES], now + _cost(m, _CLIENT, s), m[job + JOB], s, 0, 0)
+
+
+@rule
+def _job_ended(m: Any, s: int, reason: int) -> None:
+    """Its row of the job table; ``reason``: why it failed, if it did."""
+    m[STEPS] += 1
+    if not m[KEEP_JOBS]:
+        return
+    job, times = _job(m, s), _die_times(m, s)
+    row = m[AT_JOBS] + m[JOB_ROWS] * m[JOB_WIDTH]
+    m[JOB_ROWS] += 1
+    m[row + ROW_JOB] = m[job + JOB]
+    m[row + ROW_REQUEST] = m[job + REQUEST]
+    m[row + ROW_SEQUENCE] = s
+    m[row + ROW_KIND] = m[job + KIND]
+    m[row + ROW_STEP] = m[job + STEP]
+    m[row + ROW_PAST] = m[job + PAST]
+    m[row + ROW_TOKENS] = m[job + TOKENS]
+    m[row + ROW_REASON] = reason
+    m[row + ROW_ACCEPTED] = m[job + ACCEPTED]
+    m[row + ROW_ENDED] = m[NOW]
+    m[row + ROW_ANSWERED] = m[job + ANSWERED]
+    if m[job + STATE] != ACTIVE:  # the device never had it
+        for column in (ROW_ENGINE, ROW_INFER, ROW_SUBMITTED, ROW_H2D_START, ROW_H2D_END):
+            m[row + column] = NONE
+        for column in (ROW_D2H_START, ROW_D2H_END, ROW_WAITED):
+            m[row + column] = NONE
+        for column in range(2 * m[DIES]):
+            m[row + JOB_COLUMNS + column] = NONE
+        return
+    m[row + ROW_ENGINE] = m[job + SLOT]
+    m[row + ROW_INFER] = m[job + INFER]
+    m[row + ROW_SUBMITTED] = m[job + SUBMITTED]
+    m[row + ROW_H2D_START] = m[job + H2D_START]
+    m[row + ROW_H2D_END] = m[job + H2D_END]
+    m[row + ROW_D2H_START] = m[job + D2H_START]
+    m[row + ROW_D2H_END] = m[job + D2H_END]
+    m[row + ROW_WAITED] = m[job + WAITED]
+    for column in range(2 * m[DIES]):
+        m[row + JOB_COLUMNS + column] = m[times + column]
+
+
+@inlined
+def _emitted(m: Any) -> None:
+    """``Core.token_emitted``; the client runs the next step, or leaves."""
+    s = m[m[CLIENT_TIMES] + ROWS + 2]
+    drop(m, m[CLIENT_TIMES])
+    request = _request(m, m[_job(m, s) + REQUEST])
+    m[request + TOKENS_OUT] += 1
+    m[request + LAST] = m[NOW]
+    if m[request + TOKENS_OUT] == 1:
+        m[request + FIRST] = m[NOW]
+    if m[request + TOKENS_OUT] < m[request + OUTPUT]:
+        _next_step(m, s)
+    else:
+        _end_admitted(m, s, COMPLETED)
+        _client_done(m)
+
+
+@rule
+def _next_step(m: Any, s: int) -> None:
+    """``Core.submit_step``: the prompt, a chunk of it, or one token."""
+    job = _job(m, s)
+    request = _request(m, m[job + REQUEST])
+    m[job + PAST] += m[job + TOKENS]  # what the step before it added
+    left = m[request + PROMPT] - m[job + PAST]
+    if left > 0:
+        m[job + KIND] = PREFILL
+        m[job + TOKENS] = min(left, m[CHUNK]) if m[CHUNK] else left
+    else:
+        m[job + KIND] = DECODE
+        m[job + TOKENS] = 1
+    m[job + JOB] = m[NEXT_JOB]
+    m[NEXT_JOB] += 1
+    m[job + STEP] = m[request + STEPS_TAKEN]
+    m[request + STEPS_TAKEN] += 1
+    m[job + ACCEPTED] = m[NOW]
+    m[job + GAVE_UP] = 0
+    m[job + STATE] = GROWING
+    if m[ADMISSION_TIMEOUT]:
+        entered = m[request + ARRIVAL] if m[job + STEP] == 0 else m[NOW]
+        _deadline(m, entered + m[ADMISSION_TIMEOUT], s, OF_ADMISSION, m[job + JOB])
+    if m[job + PAST] + m[job + TOKENS] <= m[job + RESERVED]:
+        _grown(m, s)
+    else:
+        push(m, m[GROWING_STEPS], s)
+        _serve(m)
+
+
+@rule
+def _grown(m: Any, s: int) -> None:
+    """``Core._grown``: its KV is reserved, and it queues for its turn."""
+    m[_job(m, s) + STATE] = QUEUED
+    push(m, m[READY], s)
+    _stage(m)
+
+
+@rule
+def _serve(m: Any) -> None:
+    """``Admission.serve``: from the heads while it goes; a later one never overtakes."""
+    while m[m[GROWING_STEPS] + SIZE] > 0:
+        s = first(m, m[GROWING_STEPS])
+        job = _job(m, s)
+        more = m[job + PAST] + m[job + TOKENS] - m[job + RESERVED]
+        if m[KV_RESERVED] + more > m[KV_CAPACITY]:
+            return
+        m[KV_RESERVED] += more
+        m[job + RESERVED] += more
+        pop(m, m[GROWING_STEPS])
+        _grown(m, s)
+    while m[WAITING] > 0:
+        r = first(m, m[WAITING_REQUESTS])
+        request = _request(m, r)
+        wanted = m[request + PROMPT] if m[GROWS] else m[request + KV_TOKENS]
+        if m[m[FREE_IDS]] == 0 or m[KV_RESERVED] + wanted > m[KV_CAPACITY]:
+            return
+        pop(m, m[WAITING_REQUESTS])
+        m[WAITING] -= 1
+        _forget_those_who_left(m)
+        m[KV_RESERVED] += wanted
+        s = m[m[FREE_IDS] + ROWS]
+        drop(m, m[FREE_IDS])
+        m[request + SEQUENCE] = s
+        m[request + ADMITTED] = m[NOW]
+        if m[NOW] > m[UNTIL]:
+            m[UNTIL] = m[NOW]
+            m[DELIVERED_UNTIL] = m[DELIVERED]
+        job = _job(m, s)
+        m[job + REQUEST] = r
+        m[job + RESERVED] = wanted
+        m[job + PAST] = 0
+        m[job + TOKENS] = 0
+        if r != m[ENTERING]:
+            _later(m, WAKE_ADMITTED, r, 0)
+
+
+@rule
+def _forget_those_who_left(m: Any) -> None:
+    """Who has left the queue for KV stays in its ring until it is at the head."""
+    queue = m[WAITING_REQUESTS]
+    while m[queue + SIZE] > 0 and m[_request(m, first(m, queue)) + OUTCOME] != OPEN_OUTCOME:
+        pop(m, queue)
+
+
+@rule
+def _end_request(m: Any, r: int, outcome: int, reason: int, detail: int) -> None:
+    """``Core._end_request``."""
+    request = _request(m, r)
+    m[request + OUTCOME] = outcome
+    if reason != NO_REASON:
+        m[request + REASON] = reason
+        m[request + DETAIL] = detail
+    m[request + ENDED] = m[NOW]
+    m[request + END_ORDER] = m[ENDED_REQUESTS]
+    m[ENDED_REQUESTS] += 1
+    m[OPEN] -= 1
+
+
+@rule
+def _end_admitted(m: Any, s: int, outcome: int) -> None:
+    """``Core._end_admitted`` and ``Admission.release``."""
+    job = _job(m, s)
+    _end_request(m, m[job + REQUEST], outcome, NO_REASON, 0)
+    m[KV_RESERVED] -= m[job + RESERVED]
+    m[job + RESERVED] = 0
+    add(m, m[FREE_IDS], s, 0, s, 0, 0)
+    _serve(m)
+
+
+# --- requests and their clients -------------------------------------------------------------------
+@rule
+def _enter(m: Any, r: int) -> Any:
+    """``Core.submit_request``, and the client's first step; is there more to come of it?"""
+    request = _request(m, r)
+    m[OPEN] += 1
+    m[request + ARRIVAL] = m[NOW]
+    reason = NO_REASON
+    if m[request + PROMPT] < 1 or m[request + OUTPUT] < 0:
+        reason = TOO_FEW_TOKENS
+    elif m[request + KV_TOKENS] > m[MAX_SEQ]:
+        reason = TOO_LONG_FOR_MODEL
+    elif m[request + KV_TOKENS] > m[KV_CAPACITY]:
+        reason = ABOVE_THE_CARD
+    elif m[WAITING] > 0 and m[WAITING] >= m[MAX_QUEUE]:
+        reason = QUEUE_FULL  # it would stand behind others that wait
+    if reason != NO_REASON:
+        _end_request(m, r, REFUSED, reason, m[WAITING])
+        return False
+    push(m, m[WAITING_REQUESTS], r)
+    m[WAITING] += 1
+    m[ENTERING] = r
+    _serve(m)
+    m[ENTERING] = NONE
+    if m[request + ADMITTED] != NONE:
+        _next_step(m, m[request + SEQUENCE])
+        return True
+    if m[WAITING] > m[MAX_QUEUE]:  # nobody may wait
+        m[WAITING] -= 1
+        _end_request(m, r, REFUSED, QUEUE_FULL, m[WAITING])
+        _forget_those_who_left(m)
+        return False
+    if m[ADMISSION_TIMEOUT]:
+        _deadline(m, m[NOW] + m[ADMISSION_TIMEOUT], r, OF_REQUEST, 0)
+    return True
+
+
+@rule
+def _client_done(m: Any) -> None:
+    """A client of a closed loop sends its next request (``caltrio.workload.replay``)."""
+    m[LAST_CLIENT] = m[NOW]
+    while m[CLIENTS] > 0 and m[CURSOR] < m[REQUESTS]:
+        r = m[CURSOR]
+        m[CURSOR] += 1
+        if _enter(m, r):
+            return
+
+
+@inlined
+def _happens(m: Any) -> None:
+    """The next of what happens at once, but after all have come to rest."""
+    what, who, more = pop(m, m[SOON]), pop(m, m[SOON]), pop(m, m[SOON])
+    if what == CLAIMED:
+        _serve_h2d(m, who)
+    elif what == DRAINED:
+        _serve_d2h(m, who)
+    elif what == DIE_DONE:
+        _die_done(m, more, who)
+    elif what == WAKE_ADMITTED:
+        _next_step(m, m[_request(m, who) + SEQUENCE])
+    elif what == WAKE_LEFT:
+        _client_done(m)
+    else:  # WAKE_FAILED: its step failed, so the client closes the request
+        request = _request(m, who)
+        if m[request + OUTCOME] == OPEN_OUTCOME:
+            s = m[request + SEQUENCE]
+            if m[_job(m, s) + STATE] == ACTIVE:
+                m[request + CLOSING] = 1  # it ends once the device is done with its job
+            else:
+                _end_admitted(m, s, EXPIRED)
+        _client_done(m)
+
+
+# --- deadlines ------------------------------------------------------------------------------------
+@rule
+def _due(m: Any, row: int) -> Any:
+    """Does a deadline still matter?"""
+    who, what = m[row + 2], m[row + 3]
+    if what == OF_REQUEST:
+        request = _request(m, who)
+        return m[request + ADMITTED] == NONE and m[request + OUTCOME] == OPEN_OUTCOME
+    job = _job(m, who)
+    if m[job + JOB] != m[row + 4]:
+        return False
+    if what == OF_ADMISSION:
+        return m[job + STATE] == GROWING or m[job + STATE] == QUEUED
+    return m[SUBMITTING] == who and m[job + GAVE_UP] == 0
+
+
+@rule
+def _deadline(m: Any, when: int, who: int, what: int, job: int) -> None:
+    """``Deadlines.add``; those that no longer matter leave when the heap is full."""
+    heap = m[DEADLINES]
+    if m[heap] == m[DEADLINE_ROOM]:
+        kept = 0
+        for index in range(m[heap]):
+            row = heap + ROWS + WIDTH * index
+            if _due(m, row):
+                for column in range(WIDTH):
+                    m[heap + ROWS + WIDTH * kept + column] = m[row + column]
+                rise(m, heap, kept)
+                kept += 1
+        m[heap] = kept
+    add(m, heap, when, m[ORDER], who, what, job)
+    m[ORDER] += 1
+
+
+@inlined
+def _expire(m: Any) -> None:
+    """``Core.expire``: act on every deadline that has passed; those concerned go on afterwards."""
+    heap = m[DEADLINES]
+    top = heap + ROWS
+    while m[heap] > 0 and m[top] <= m[NOW]:
+        due, who, what, job_id = _due(m, top), m[top + 2], m[top + 3], m[top + 4]
+        drop(m, heap)
+        if not due:
+            continue
+        if what == OF_REQUEST:
+            _end_request(m, who, EXPIRED, NOT_ADMITTED, m[NOW] - m[_request(m, who) + ARRIVAL])
+            _later(m, WAKE_LEFT, who, 0)
+            m[WAITING] -= 1
+            _forget_those_who_left(m)
+            _serve(m)
+            continue
+        job = _job(m, who)
+        r = m[job + REQUEST]
+        starved = m[job + STATE] == GROWING
+        reason = LATE_QUEUE if what == OF_QUEUE else NO_GROWTH if starved else LATE_ADMISSION
+        m[_request(m, r) + REASON] = reason
+        m[_request(m, r) + DETAIL] = job_id
+        m[job + ANSWERED] = m[NOW]
+        _later(m, WAKE_FAILED, r, 0)
+        if what == OF_QUEUE:  # the device may have it: it goes on without its caller
+            m[job + GAVE_UP] = 1
+            continue
+        remove(m, m[GROWING_STEPS] if starved else m[READY], who)
+        _job_ended(m, who, reason)
+        m[job + STATE] = IDLE
+        if starved:  # its sequence gives up what it holds, so that others go on
+            _end_admitted(m, who, FAILED)
+        _serve(m)
+        _stage(m)
+
+
+# --- the loop -------------------------------------------------------------------------------------
+@rule
+def _job_on(m: Any, unit: int) -> Any:
+    return m[_job(m, m[m[AT_ON] + unit] >> 1) + JOB]
+
+
+@rule
+def _advance(m: Any) -> None:
+    """Let everything happen that is due by ``m[HORIZON]``, in the order of time, rank and job id.
+
+    Arrivals are the last of an instant: requests enter after this. Returns early when the status is no
+    longer ``RUNNING``.
+    """
+    ends, units = m[AT_ENDS], 2 + m[DIES]
+    interrupts, clients, deadlines = m[INTERRUPTS], m[CLIENT_TIMES], m[DEADLINES]
+    soon = m[SOON] + SIZE
+    while True:
+        while m[soon] > 0:
+            _happens(m)
+        if m[STATUS] != RUNNING:
+            return
+        unit, when = 0, m[ends]  # Rank.STAGE_END
+        for other in range(1, units):
+            if m[ends + other] < when:
+                unit, when = other, m[ends + other]
+            elif m[ends + other] == when and when != NEVER and _job_on(m, other) < _job_on(m, unit):
+                unit = other
+        rank = 0
+        if m[interrupts] > 0 and m[interrupts + ROWS] < when:  # Rank.WAIT_RETURNED
+            rank, when = 1, m[interrupts + ROWS]
+        if m[T_WAIT] < when or (
+            m[T_WAIT] == when and rank == 1 and m[_job(m, m[RETURNED]) + JOB] < m[interrupts + ROWS + 1]
+        ):
+            rank, when = 2, m[T_WAIT]
+        if m[T_SUBMIT] < when:  # Rank.SUBMIT_RETURNED
+            rank, when = 3, m[T_SUBMIT]
+        if m[T_COMPLETER] < when:  # Rank.COMPLETER_DONE
+            rank, when = 4, m[T_COMPLETER]
+        if m[clients] > 0 and m[clients + ROWS] < when:  # Rank.CLIENT_READY
+            rank, when = 5, m[clients + ROWS]
+        if m[deadlines] > 0 and m[deadlines + ROWS] < when:  # Rank.DEADLINE
+            rank, when = 6, m[deadlines + ROWS]
+        if when > m[HORIZON] or when == NEVER:
+            return
+        m[NOW] = when
+        if rank == 0:
+            if unit < 2:
+                _channel_ends(m, unit)
+            else:
+                _die_ends(m, unit - 2)
+        elif rank == 1:
+            _interrupted(m)
+        elif rank == 2:
+            _wait_returned(m)
+        elif rank == 3:
+            _submit(m)
+        elif rank == 4:
+            _completed(m, m[COMPLETING])
+        elif rank == 5:
+            _emitted(m)
+        else:
+            _expire(m)
+        if m[KEEP_JOBS] and m[JOB_ROWS] >= m[KEEP_JOBS]:
+            m[STATUS] = FLUSH
+
+
+@rule
+def drive(array: Any) -> None:
+    """Run all requests: at their arrival times, or as a closed loop. Goes on where it had stopped."""
+    m = pointer(array)
+    while m[STARTED] < m[CLIENTS]:  # of a closed loop: all start at 0, one after another
+        m[HORIZON] = 0
+        _advance(m)
+        if m[STATUS] != RUNNING:
+            return
+        m[STARTED] += 1
+        _client_done(m)
+    while m[CLIENTS] == 0 and m[CURSOR] < m[REQUESTS]:
+        r = m[CURSOR]
+        when = max(m[_request(m, r) + ARRIVAL], m[NOW])
+        m[HORIZON] = when
+        _advance(m)
+        if m[STATUS] != RUNNING:
+            return
+        m[CURSOR] += 1
+        m[NOW] = when
+        m[LAST_CLIENT] = when
+        _enter(m, r)
+    m[HORIZON] = NEVER
+    _advance(m)
+    if m[STATUS] == RUNNING and m[GAVE_UP_END] > m[LAST_CLIENT] + m[GRACE]:
+        m[STATUS] = FAULT_DRAIN

@@ -1,0 +1,185 @@
+"""The state of one simulated card and its executor: one array of int64 that compiled code can hold.
+
+Scalars come first, at the names below. Tables follow; ``AT_…`` says where each begins, and its
+columns have names too: the steps of the request with index ``r`` are at ``m[AT_REQUESTS] + r *
+REQUEST_COLUMNS + STEPS_TAKEN``. Times are ns, ``NEVER`` for what is not scheduled, ``NONE`` for what
+has not happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from attrs import define
+from numpy.typing import NDArray
+
+from .queues import ITEMS, ROOM, ROWS, WIDTH
+
+NEVER = 2**62
+NONE = -1
+
+# --- scalars --------------------------------------------------------------------------------------
+(
+    NOW, HORIZON, STATUS, NEXT_JOB, CURSOR, STARTED, OPEN, ENDED_REQUESTS, JOB_ROWS,
+    LAST_CLIENT, GAVE_UP_END,
+    # what is configured
+    REQUESTS, CLIENTS, LIMIT, MAX_QUEUE, KV_CAPACITY, MAX_SEQ, GROWS, DECODE_FIRST, CHUNK,
+    ADMISSION_TIMEOUT, QUEUE_TIMEOUT, EXECUTION_TIMEOUT, GRACE,
+    ENGINES, GROUPS, SHARE_LIMIT, DIES, SPEEDS, OVERLAP, HALF_DUPLEX, AT_ISSUE, SLOT_RELEASE,
+    COMPUTE_IDLE, ANY_ORDER, BUSY_WHEN_FULL, KEEP_JOBS,
+    # core
+    IN_FLIGHT, KV_RESERVED, WAITING, ENTERING, ORDER,
+    # submitter, completer
+    SUBMITTING, T_SUBMIT, SLOT_WANTED, COMPLETING, T_COMPLETER, IN_WAIT, RETURNED, T_WAIT,
+    # engine
+    COMPUTES_QUEUED, WHOLE_TAKEN,
+    # for the summary
+    STEPS, DELIVERED, UNTIL, DELIVERED_UNTIL, LAST_DELIVERY, SUBMIT_BUSY, COMPLETER_BUSY,
+    H2D_BUSY, D2H_BUSY, COMPUTE_ON, COMPUTE_SINCE, COMPUTE_BUSY,
+    DEVICE_ON, DEVICE_SINCE, DEVICE_BUSY, DEVICE_OVERLAP,
+    # where the tables begin
+    AT_COSTS, AT_REQUESTS, AT_SEQUENCES, AT_DIE_TIMES, AT_JOBS, AT_ENGINES, AT_DIES, AT_RUNNING,
+    AT_SPEEDS, AT_ENDS, AT_ON, READY, GROWING_STEPS, CHANNELS, ISSUED, FINISHED_JOBS, WHOLE, HELD,
+    DIE_QUEUES, WAITING_REQUESTS, SOON, CLIENT_TIMES, INTERRUPTS, DEADLINES, FREE_IDS,
+    RING_LENGTH, DEADLINE_ROOM, JOB_WIDTH,
+    SCALARS,
+) = range(97)  # fmt: skip
+
+# STATUS: why the loop stopped early.
+RUNNING, FLUSH, FAULT_BUSY, FAULT_EXECUTION, FAULT_INFER, FAULT_DRAIN, TOO_LONG = range(7)
+
+# --- a sequence and its one job under way ---------------------------------------------------------
+(
+    JOB, REQUEST, KIND, TOKENS, PAST, STEP, STATE, GAVE_UP, RESERVED,
+    GROUP, SLOT, JOINED, READY_H2D, READY_D2H, FINISHED, H2D_NS, D2H_NS, COMPUTE_NS, REMAINING,
+    ACCEPTED, INFER, SUBMITTED, H2D_START, H2D_END, D2H_START, D2H_END, WAITED, ANSWERED,
+    SEQUENCE_COLUMNS,
+) = range(29)  # fmt: skip
+
+IDLE, GROWING, QUEUED, ACTIVE = range(4)  # STATE
+
+# --- a request ------------------------------------------------------------------------------------
+(
+    PROMPT, OUTPUT, ARRIVAL, KV_TOKENS, SEQUENCE, ADMITTED, FIRST, LAST, ENDED, TOKENS_OUT, STEPS_TAKEN,
+    OUTCOME, REASON, DETAIL, END_ORDER, CLOSING,
+    REQUEST_COLUMNS,
+) = range(17)  # fmt: skip
+
+OPEN_OUTCOME, COMPLETED, REFUSED, EXPIRED, FAILED = range(5)  # OUTCOME
+(
+    NO_REASON, TOO_FEW_TOKENS, TOO_LONG_FOR_MODEL, ABOVE_THE_CARD, QUEUE_FULL, NOT_ADMITTED,
+    NO_GROWTH, LATE_ADMISSION, LATE_QUEUE,
+) = range(9)  # fmt: skip
+
+# --- an ended job; two more columns for each die at the end ---------------------------------------
+(
+    ROW_JOB, ROW_REQUEST, ROW_SEQUENCE, ROW_KIND, ROW_STEP, ROW_PAST, ROW_TOKENS, ROW_ENGINE,
+    ROW_REASON, ROW_ACCEPTED, ROW_INFER, ROW_SUBMITTED, ROW_H2D_START, ROW_H2D_END,
+    ROW_D2H_START, ROW_D2H_END, ROW_WAITED, ROW_ENDED, ROW_ANSWERED,
+    JOB_COLUMNS,
+) = range(20)  # fmt: skip
+
+# --- SOON: what happens before the next timed event, each (what, who, more) -----------------------
+WAKE_ADMITTED, WAKE_FAILED, WAKE_LEFT, CLAIMED, DRAINED, DIE_DONE = range(6)
+
+# --- DEADLINES: rows (at, order, who, what, job) --------------------------------------------------
+OF_REQUEST, OF_ADMISSION, OF_QUEUE = range(3)
+
+# --- engine slots, and groups of buffers ----------------------------------------------------------
+E_FREE, E_LOAD, E_PREFILL_FREE, E_DECODE_FREE, E_ON, E_SINCE, E_BUSY, E_USED, ENGINE_COLUMNS = range(9)
+
+# --- a die ----------------------------------------------------------------------------------------
+D_PART_END, D_SINCE, D_RUNNING, D_ON_SINCE, D_BUSY, DIE_COLUMNS = range(6)
+
+
+@define(eq=False)
+class Machine:
+    """One card with its executor: the array ``m``, and views of its tables.
+
+    Attributes:
+        m: everything; what compiled code gets.
+        requests: ``[n, REQUEST_COLUMNS]``.
+        jobs: ``[rows, …]``, the job table as far as it is kept.
+        engines, dies: ``[engines, ENGINE_COLUMNS]``, ``[dies, DIE_COLUMNS]``.
+    """
+
+    m: NDArray[np.int64]
+    requests: NDArray[np.int64]
+    jobs: NDArray[np.int64]
+    engines: NDArray[np.int64]
+    dies: NDArray[np.int64]
+
+
+def lay_out(
+    costs: NDArray[np.int64],
+    *,
+    requests: int,
+    sequences: int,
+    waiting: int,
+    engines: int,
+    dies: int,
+    speeds: int,
+    job_rows: int,
+) -> Machine:
+    """An array with room for all tables, whose scalars say where they are.
+
+    ``waiting``: requests that may wait for admission at once.
+    """
+    width = JOB_COLUMNS + 2 * dies
+    ring = ITEMS + 2 * sequences + 2  # half duplex has two turns of each sequence in one queue
+    heap = ROWS + WIDTH * (sequences + 1)
+    deadlines = 2 * waiting + 4 * sequences + 64  # those that matter are fewer
+    soon = ITEMS + 3 * (waiting + 4 * sequences + 16)
+    rings = ("READY", "GROWING_STEPS", "ISSUED", "FINISHED_JOBS", "WHOLE", "HELD")
+    sizes: Mapping[str, int] = {
+        "AT_COSTS": costs.size,
+        "AT_SEQUENCES": sequences * SEQUENCE_COLUMNS,
+        "AT_DIE_TIMES": sequences * 2 * dies,
+        "AT_ENGINES": engines * ENGINE_COLUMNS,
+        "AT_DIES": dies * DIE_COLUMNS,
+        "AT_RUNNING": dies * speeds,
+        "AT_SPEEDS": speeds,
+        "AT_ENDS": 2 + dies,
+        "AT_ON": 2 + dies,
+        **dict.fromkeys(rings, ring),
+        "CHANNELS": 2 * ring,
+        "DIE_QUEUES": dies * ring,
+        "WAITING_REQUESTS": ITEMS + waiting + 2,
+        "SOON": soon,
+        "CLIENT_TIMES": heap,
+        "INTERRUPTS": heap,
+        "FREE_IDS": heap,
+        "DEADLINES": ROWS + WIDTH * deadlines,
+        "AT_REQUESTS": requests * REQUEST_COLUMNS,
+        "AT_JOBS": job_rows * width,
+    }
+    m = np.zeros(SCALARS + sum(sizes.values()), np.int64)
+    begin = SCALARS
+    at = {}
+    for name, size in sizes.items():
+        at[name] = begin
+        m[globals()[name]] = begin
+        begin += size
+    m[[RING_LENGTH, DEADLINE_ROOM, JOB_WIDTH, DIES, SPEEDS]] = ring, deadlines, width, dies, speeds
+    m[at["AT_ENDS"] : at["AT_ENDS"] + 2 + dies] = NEVER
+    m[at["AT_ON"] : at["AT_ON"] + 2 + dies] = NONE
+    starts = [at[name] for name in rings]
+    starts += [at["CHANNELS"] + each * ring for each in range(2)]
+    starts += [at["DIE_QUEUES"] + each * ring for each in range(dies)]
+    for start in starts:
+        m[start + ROOM] = ring - ITEMS
+    m[at["WAITING_REQUESTS"] + ROOM] = waiting + 2
+    m[at["SOON"] + ROOM] = soon - ITEMS
+    m[at["AT_COSTS"] : at["AT_COSTS"] + costs.size] = costs
+
+    def view(name: str, columns: int) -> NDArray[np.int64]:
+        return m[at[name] : at[name] + sizes[name]].reshape(-1, columns)
+
+    return Machine(
+        m,
+        view("AT_REQUESTS", REQUEST_COLUMNS),
+        view("AT_JOBS", width),
+        view("AT_ENGINES", ENGINE_COLUMNS),
+        view("AT_DIES", DIE_COLUMNS),
+    )
