@@ -33,7 +33,7 @@ _LONGEST_NS = 2**62  # a jittered duration ends there: 146 years
 _STAGES = len(Stage)
 _FIXED = 0  # ns by stage, for those that take the same time for each job
 _JITTERED = _FIXED + _STAGES  # a flag by stage
-_LATENCY, _BANDWIDTH, _DISTRIBUTION, _CV, _SEED = range(2 * _STAGES, 2 * _STAGES + 5)
+_LATENCY, _BANDWIDTH, _DISTRIBUTION, _SPREAD, _SEED = range(2 * _STAGES, 2 * _STAGES + 5)
 _KINDS = _SEED + 1  # six columns for each kind of job, as follow
 _TOKEN_BYTES, _H2D_ONE, _D2H, _BASE, _PER_TOKEN, _PER_PAIR, _KIND_COLUMNS = range(7)
 TABLE_SIZE = _KINDS + _KIND_COLUMNS * len(KIND_CODES)
@@ -55,8 +55,10 @@ def _mix(value: Any) -> Any:
 
 
 @njit(cache=True)
-def jitter_factor(distribution: int, cv: float, seed: Any, stage: int, request: int, step: int) -> Any:
-    """The factor of one stage of one job: mean 1, coefficient of variation ``cv``.
+def jitter_factor(
+    distribution: int, spread: float, seed: Any, stage: int, request: int, step: int
+) -> Any:
+    """The factor of one stage of one job: mean 1, coefficient of variation as :func:`spread_of` says.
 
     ``distribution`` is the place in :class:`~caltrio.timing.Distribution`, ``seed`` a uint64.
     """
@@ -64,15 +66,19 @@ def jitter_factor(distribution: int, cv: float, seed: Any, stage: int, request: 
     # Inside (0, 1): both logarithms are finite.
     first = (np.int64(_mix(key) >> np.uint64(11)) + 0.5) / 9007199254740992.0
     if distribution == _UNIFORM:
-        return 1 + cv * math.sqrt(3.0) * (2 * first - 1)
+        return 1 + spread * (2 * first - 1)
     if distribution == _EXPONENTIAL:
         return -math.log(first)
     if distribution == _LOGNORMAL:
         second = np.int64(_mix(key ^ np.uint64(1)) >> np.uint64(11)) / 9007199254740992.0
         normal = math.sqrt(-2 * math.log(first)) * math.cos(2 * math.pi * second)  # Box and Muller
-        variance = math.log1p(cv * cv)
-        return math.exp(math.sqrt(variance) * normal - variance / 2)
+        return math.exp(spread * normal - spread * spread / 2)
     return 1.0
+
+
+def spread_of(distribution: Distribution, cv: float) -> float:
+    """The parameter of the distribution: half the width of the uniform one, sigma of the lognormal."""
+    return cv * math.sqrt(3) if distribution is Distribution.UNIFORM else math.sqrt(math.log1p(cv * cv))
 
 
 @njit(cache=True)
@@ -102,9 +108,9 @@ def stage_ns(
     else:
         duration = table[at + _FIXED + stage]
     if table[at + _JITTERED + stage]:
-        cv = np.int64(table[at + _CV]).view(np.float64)  # its bits
+        spread = np.int64(table[at + _SPREAD]).view(np.float64)  # its bits
         seed = np.uint64(table[at + _SEED])
-        factor = jitter_factor(table[at + _DISTRIBUTION], cv, seed, stage, request, step)
+        factor = jitter_factor(table[at + _DISTRIBUTION], spread, seed, stage, request, step)
         value = np.rint(duration * factor)
         duration = np.int64(value) if value < _LONGEST_NS else np.int64(_LONGEST_NS)
     return duration
@@ -162,7 +168,8 @@ class Costs:
             for name in jitter.stages:
                 table[_JITTERED + Stage[name.upper()]] = 1
         table[_DISTRIBUTION] = _DISTRIBUTIONS.index(jitter.distribution)
-        table[_CV] = np.float64(jitter.cv).view(np.int64)  # its bits
+        spread = spread_of(jitter.distribution, jitter.cv)
+        table[_SPREAD] = np.float64(spread).view(np.int64)  # its bits
         table[_SEED] = np.uint64(mix64(mix64(seed) ^ jitter.seed)).view(np.int64)
         self.table = table
         constant = (Stage.SUBMIT, Stage.INTERRUPT, Stage.POSTPROCESS, Stage.CLIENT)

@@ -6,7 +6,7 @@ import pytest
 from attrs import evolve, frozen
 from support import profile
 
-from caltrio.costs import Costs, jitter_factor
+from caltrio.costs import Costs, jitter_factor, spread_of
 from caltrio.errors import InputError
 from caltrio.manifest import TaskKind, load_manifest
 from caltrio.timing import (
@@ -137,7 +137,7 @@ SAMPLES = 20_000
 
 def drawn(distribution, cv, seed, stage, request, step):
     index = list(Distribution).index(distribution)
-    return jitter_factor(index, cv, np.uint64(seed), int(stage), request, step)
+    return jitter_factor(index, spread_of(distribution, cv), np.uint64(seed), int(stage), request, step)
 
 
 def test_the_compiled_factor_is_its_formula():

@@ -20,6 +20,7 @@ from caltrio.costs import DECODE, PREFILL, stage_ns
 from caltrio.semantics import PERMILLE
 from caltrio.timing import Stage
 
+from .events import *
 from .machine import *
 from .queues import ROWS, SIZE, WIDTH, add, drop, first, nth, pointer, pop, push, remove, rise
 
@@ -29,6 +30,7 @@ _CLIENT = int(Stage.CLIENT)
 _LONGEST_NS = 2**52  # beyond, thousandths of a ns leave 64 bits
 
 rule = njit(cache=True, error_model="numpy")
+hot = njit(cache=True, error_model="numpy", forceinline=True)
 inlined = njit(
     inline="always", error_model="numpy"
 )  # called from one place: a call costs more than it does
@@ -36,43 +38,43 @@ inlined = njit(
 AFTER_H2D, AFTER_COMPUTE, AFTER_D2H, AFTER_WAIT = range(4)  # SLOT_RELEASE
 
 
-@rule
-def _job(m: Any, s: int) -> Any:
-    return m[AT_SEQUENCES] + s * SEQUENCE_COLUMNS
+@hot
+def _job(s: int) -> Any:
+    return AT_SEQUENCES + s * SEQUENCE_COLUMNS
 
 
-@rule
+@hot
 def _request(m: Any, r: int) -> Any:
     return m[AT_REQUESTS] + r * REQUEST_COLUMNS
 
 
-@rule
-def _engine(m: Any, index: int) -> Any:
-    return m[AT_ENGINES] + index * ENGINE_COLUMNS
+@hot
+def _engine(index: int) -> Any:
+    return AT_ENGINES + index * ENGINE_COLUMNS
 
 
-@rule
-def _die(m: Any, d: int) -> Any:
-    return m[AT_DIES] + d * DIE_COLUMNS
+@hot
+def _die(d: int) -> Any:
+    return AT_DIES + d * DIE_COLUMNS
 
 
-@rule
+@hot
 def _die_times(m: Any, s: int) -> Any:
     return m[AT_DIE_TIMES] + s * 2 * m[DIES]
 
 
-@rule
+@hot
 def _cost(m: Any, stage: int, s: int) -> Any:
     """Durations are pure functions: when they are asked for does not matter."""
-    job = _job(m, s)
+    job = _job(s)
     kind, tokens, past = m[job + KIND], m[job + TOKENS], m[job + PAST]
-    ns = stage_ns(m, m[AT_COSTS], stage, kind, tokens, past, m[job + REQUEST], m[job + STEP])
+    ns = stage_ns(m, AT_COSTS, stage, kind, tokens, past, m[job + REQUEST], m[job + STEP])
     if ns > _LONGEST_NS:
         m[STATUS] = TOO_LONG
     return ns
 
 
-@rule
+@hot
 def _later(m: Any, what: int, who: int, more: int) -> None:
     push(m, m[SOON], what)
     push(m, m[SOON], who)
@@ -80,56 +82,57 @@ def _later(m: Any, what: int, who: int, more: int) -> None:
 
 
 # --- engine slots (sim/engine.py) -----------------------------------------------------------------
-@rule
+@hot
 def _free_slot(m: Any, s: int) -> Any:
     """``Engine.free_slot``: the one that the job is bound to, or any with one in flight (§6.4)."""
     if m[LIMIT] > 1:
-        slot = m[_job(m, s) + GROUP]
-        return slot if m[_engine(m, slot) + E_FREE] else NONE
+        slot = m[_job(s) + GROUP]
+        return slot if m[_engine(slot) + E_FREE] else NONE
     for slot in range(m[ENGINES]):
-        if m[_engine(m, slot) + E_FREE]:
+        if m[_engine(slot) + E_FREE]:
             return slot
     return NONE
 
 
-@rule
+@hot
 def _release_slot(m: Any, slot: int) -> None:
     """``Engine.release_slot``: a submitter that waits for it goes on at this instant."""
-    m[_engine(m, slot) + E_FREE] = 1
+    m[_engine(slot) + E_FREE] = 1
     if m[SLOT_WANTED] and _free_slot(m, m[SUBMITTING]) != NONE:
         m[SLOT_WANTED] = 0
-        m[T_SUBMIT] = m[NOW]
+        schedule(m, m[NOW], SUBMIT_RETURNED, m[_job(m[SUBMITTING]) + JOB], m[SUBMITTING])
 
 
 # --- DMA channels: a turn is 2 * sequence, and 1 more for D2H -------------------------------------
-@rule
+@hot
 def _channel_next(m: Any, c: int) -> None:
     """``Channel._next``: the head of the queue, once it is ready."""
     queue = m[CHANNELS] + c * m[RING_LENGTH]
-    if m[m[AT_ON] + c] != NONE or m[queue + SIZE] == 0:
+    if m[AT_ON + c] or m[queue + SIZE] == 0:
         return
     turn = first(m, queue)
-    job = _job(m, turn >> 1)
-    now = m[NOW]
+    if m[_job(turn >> 1) + READY_H2D + (turn & 1)]:
+        pop(m, queue)
+        _channel_begins(m, c, turn)
+
+
+@hot
+def _channel_begins(m: Any, c: int, turn: int) -> None:
+    job, now = _job(turn >> 1), m[NOW]
+    m[AT_ON + c] = 1
     if turn & 1:
-        if not m[job + READY_D2H]:
-            return
         m[job + D2H_START] = now
-        m[m[AT_ENDS] + c] = now + m[job + D2H_NS]
+        schedule(m, now + m[job + D2H_NS], CHANNEL_END, m[job + JOB], turn)
         m[D2H_BUSY] += m[job + D2H_NS]
     else:
-        if not m[job + READY_H2D]:
-            return
         m[job + H2D_START] = now
-        m[m[AT_ENDS] + c] = now + m[job + H2D_NS]
+        schedule(m, now + m[job + H2D_NS], CHANNEL_END, m[job + JOB], turn)
         m[H2D_BUSY] += m[job + H2D_NS]
         m[COMPUTES_QUEUED] += 1
         _device(m, 1)
-    pop(m, queue)
-    m[m[AT_ON] + c] = turn
 
 
-@rule
+@hot
 def _device(m: Any, change: int) -> None:
     """One job more or less on the device: its busy time, and that of two or more."""
     lasted = m[NOW] - m[DEVICE_SINCE]
@@ -141,32 +144,40 @@ def _device(m: Any, change: int) -> None:
     m[DEVICE_ON] += change
 
 
-@rule
+@hot
 def _serve_h2d(m: Any, s: int) -> None:
     """``Channel.serve``: the turn is ready."""
-    job = _job(m, s)
-    if not m[job + JOINED]:
-        push(m, m[CHANNELS], 2 * s)
+    job = _job(s)
     m[job + READY_H2D] = 1
-    _channel_next(m, 0)
+    if m[job + JOINED]:
+        _channel_next(m, 0)
+    elif m[AT_ON] == 0 and m[m[CHANNELS] + SIZE] == 0:
+        _channel_begins(m, 0, 2 * s)
+    else:
+        push(m, m[CHANNELS], 2 * s)
+        _channel_next(m, 0)
 
 
-@rule
+@hot
 def _serve_d2h(m: Any, s: int) -> None:
-    job = _job(m, s)
+    job = _job(s)
     c = 0 if m[HALF_DUPLEX] else 1
-    if not m[job + JOINED]:
-        push(m, m[CHANNELS] + c * m[RING_LENGTH], 2 * s + 1)
+    queue = m[CHANNELS] + c * m[RING_LENGTH]
     m[job + READY_D2H] = 1
-    _channel_next(m, c)
+    if m[job + JOINED]:
+        _channel_next(m, c)
+    elif m[AT_ON + c] == 0 and m[queue + SIZE] == 0:
+        _channel_begins(m, c, 2 * s + 1)
+    else:
+        push(m, queue, 2 * s + 1)
+        _channel_next(m, c)
 
 
 @inlined
-def _channel_ends(m: Any, c: int) -> None:
+def _channel_ends(m: Any, turn: int) -> None:
     """The channel takes its next turn first, then the job goes on."""
-    turn = m[m[AT_ON] + c]
-    m[m[AT_ON] + c] = NONE
-    m[m[AT_ENDS] + c] = NEVER
+    c = 0 if m[HALF_DUPLEX] else turn & 1
+    m[AT_ON + c] = 0
     _channel_next(m, c)
     if turn & 1:
         _after_d2h(m, turn >> 1)
@@ -175,28 +186,31 @@ def _channel_ends(m: Any, c: int) -> None:
 
 
 # --- dies -----------------------------------------------------------------------------------------
-@rule
+@hot
 def _part_ns(m: Any, d: int, s: int) -> Any:
     """``split_permille``: whole nanoseconds, and nothing is lost."""
-    total = m[_job(m, s) + COMPUTE_NS]
+    total = m[_job(s) + COMPUTE_NS]
     if m[DIES] == 1:
         return total
-    before = m[_die(m, d - 1) + D_PART_END] if d > 0 else 0
-    return total * m[_die(m, d) + D_PART_END] // PERMILLE - total * before // PERMILLE
+    before = m[_die(d - 1) + D_PART_END] if d > 0 else 0
+    return total * m[_die(d) + D_PART_END] // PERMILLE - total * before // PERMILLE
 
 
-@rule
+@hot
 def _serve_die(m: Any, d: int, s: int) -> None:
-    push(m, m[DIE_QUEUES] + d * m[RING_LENGTH], s)
-    if m[SPEEDS] == 1:
-        _die_next(m, d)
-    else:
+    queue = m[DIE_QUEUES] + d * m[RING_LENGTH]
+    if m[SPEEDS] > 1:
+        push(m, queue, s)
         _progress(m, d)
-        m[_job(m, s) + REMAINING] = _part_ns(m, d, s) * PERMILLE
+        m[_job(s) + REMAINING] = _part_ns(m, d, s) * PERMILLE
         _refill(m, d)
+    elif m[_die(d) + D_RUNNING] == 0 and m[queue + SIZE] == 0:
+        _die_takes(m, d, s)
+    else:
+        push(m, queue, s)
 
 
-@rule
+@hot
 def _die_begins(m: Any, d: int, s: int) -> None:
     now = m[NOW]
     m[_die_times(m, s) + 2 * d] = now
@@ -204,68 +218,74 @@ def _die_begins(m: Any, d: int, s: int) -> None:
         if m[COMPUTE_ON] == 0:
             m[COMPUTE_SINCE] = now
         m[COMPUTE_ON] += 1
-    die = _die(m, d)
+    die = _die(d)
     if m[die + D_RUNNING] == 0:
         m[die + D_ON_SINCE] = now
     m[die + D_RUNNING] += 1
 
 
-@rule
+@hot
 def _die_next(m: Any, d: int) -> None:
     """``Channel._next`` of a die that serves one job at a time."""
     queue = m[DIE_QUEUES] + d * m[RING_LENGTH]
-    if m[m[AT_ON] + 2 + d] == NONE and m[queue + SIZE] > 0:
-        s = pop(m, queue)
-        _die_begins(m, d, s)
-        m[m[AT_ON] + 2 + d] = 2 * s
-        m[m[AT_ENDS] + 2 + d] = m[NOW] + _part_ns(m, d, s)
+    if m[queue + SIZE] > 0:
+        _die_takes(m, d, pop(m, queue))
+
+
+@hot
+def _die_takes(m: Any, d: int, s: int) -> None:
+    _die_begins(m, d, s)
+    schedule(m, m[NOW] + _part_ns(m, d, s), DIE_END, m[_job(s) + JOB], s * MOST_DIES + d)
 
 
 @rule
 def _progress(m: Any, d: int) -> None:
     """``SharedUnit._progress``: the work done since the number of running jobs last changed."""
-    die, running = _die(m, d), m[AT_RUNNING] + d * m[SPEEDS]
+    die, running = _die(d), m[AT_RUNNING] + d * m[SPEEDS]
     count = m[die + D_RUNNING]
     if count > 0:
         done = (m[NOW] - m[die + D_SINCE]) * m[m[AT_SPEEDS] + count - 1]
         for index in range(count):
-            m[_job(m, m[running + index]) + REMAINING] -= done
+            m[_job(m[running + index]) + REMAINING] -= done
     m[die + D_SINCE] = m[NOW]
 
 
 @rule
 def _refill(m: Any, d: int) -> None:
     """``SharedUnit._refill``: start whom there is room for, and foresee the next end."""
-    die, running = _die(m, d), m[AT_RUNNING] + d * m[SPEEDS]
+    die, running = _die(d), m[AT_RUNNING] + d * m[SPEEDS]
     queue = m[DIE_QUEUES] + d * m[RING_LENGTH]
     while m[queue + SIZE] > 0 and m[die + D_RUNNING] < m[SPEEDS]:
         s = pop(m, queue)
         m[running + m[die + D_RUNNING]] = s
         _die_begins(m, d, s)
     count = m[die + D_RUNNING]
+    if m[die + D_FORESEEN] != NONE:  # any end foreseen before now is void
+        unschedule(m, DIE_END, m[die + D_FORESEEN] * MOST_DIES + d)
+        m[die + D_FORESEEN] = NONE
     if count == 0:
-        m[m[AT_ON] + 2 + d] = NONE
-        m[m[AT_ENDS] + 2 + d] = NEVER
         return
     best = m[running]
     for index in range(1, count):
-        one, other = _job(m, m[running + index]), _job(m, best)
+        one, other = _job(m[running + index]), _job(best)
         if m[one + REMAINING] < m[other + REMAINING] or (
             m[one + REMAINING] == m[other + REMAINING] and m[one + JOB] < m[other + JOB]
         ):
             best = m[running + index]
     speed = m[m[AT_SPEEDS] + count - 1]
-    remaining = max(m[_job(m, best) + REMAINING], 0)
-    m[m[AT_ON] + 2 + d] = 2 * best
-    m[m[AT_ENDS] + 2 + d] = m[NOW] + (remaining + speed - 1) // speed
+    remaining = max(m[_job(best) + REMAINING], 0)
+    m[die + D_FORESEEN] = best
+    when = m[NOW] + (remaining + speed - 1) // speed
+    schedule(m, when, DIE_END, m[_job(best) + JOB], best * MOST_DIES + d)
 
 
 @inlined
-def _die_ends(m: Any, d: int) -> None:
+def _die_ends(m: Any, which: int) -> None:
     """The die takes its next turn first, then the job goes on."""
-    die, running = _die(m, d), m[AT_RUNNING] + d * m[SPEEDS]
-    s = m[m[AT_ON] + 2 + d] >> 1
+    s, d = which // MOST_DIES, which % MOST_DIES
+    die, running = _die(d), m[AT_RUNNING] + d * m[SPEEDS]
     if m[SPEEDS] > 1:
+        m[die + D_FORESEEN] = NONE
         _progress(m, d)
         index = 0
         while m[running + index] != s:
@@ -280,8 +300,6 @@ def _die_ends(m: Any, d: int) -> None:
         _refill(m, d)
         _later(m, DIE_DONE, s, d)
         return
-    m[m[AT_ON] + 2 + d] = NONE
-    m[m[AT_ENDS] + 2 + d] = NEVER
     _die_next(m, d)
     _die_done(m, d, s)
 
@@ -290,8 +308,8 @@ def _die_ends(m: Any, d: int) -> None:
 @inlined
 def _start(m: Any, s: int, slot: int) -> None:
     """``Engine.start``: the job takes its slot, and is on its way."""
-    job = _job(m, s)
-    m[_engine(m, slot) + E_FREE] = 0
+    job = _job(s)
+    m[_engine(slot) + E_FREE] = 0
     m[job + SLOT] = slot
     m[job + H2D_NS] = _cost(m, _H2D, s)
     m[job + D2H_NS] = _cost(m, _D2H, s)
@@ -313,7 +331,7 @@ def _start(m: Any, s: int, slot: int) -> None:
 
 @inlined
 def _after_h2d(m: Any, s: int) -> None:
-    job = _job(m, s)
+    job = _job(s)
     m[job + H2D_END] = m[NOW]
     if m[SLOT_RELEASE] == AFTER_H2D:
         _release_slot(m, m[job + SLOT])
@@ -321,7 +339,7 @@ def _after_h2d(m: Any, s: int) -> None:
     _serve_die(m, 0, s)
 
 
-@rule
+@hot
 def _die_done(m: Any, d: int, s: int) -> None:
     """The next die of the pipeline, or what follows the last one."""
     m[_die_times(m, s) + 2 * d + 1] = m[NOW]
@@ -333,7 +351,7 @@ def _die_done(m: Any, d: int, s: int) -> None:
         m[COMPUTE_BUSY] += m[NOW] - m[COMPUTE_SINCE]
     m[COMPUTES_QUEUED] -= 1
     if m[SLOT_RELEASE] == AFTER_COMPUTE:
-        _release_slot(m, m[_job(m, s) + SLOT])
+        _release_slot(m, m[_job(s) + SLOT])
     if not m[COMPUTE_IDLE]:
         _serve_d2h(m, s)
         return
@@ -344,7 +362,7 @@ def _die_done(m: Any, d: int, s: int) -> None:
 
 @inlined
 def _after_d2h(m: Any, s: int) -> None:
-    job = _job(m, s)
+    job = _job(s)
     m[job + D2H_END] = m[NOW]
     _device(m, -1)
     if not m[OVERLAP]:
@@ -354,50 +372,49 @@ def _after_d2h(m: Any, s: int) -> None:
             m[WHOLE_TAKEN] = 0
     if m[SLOT_RELEASE] == AFTER_D2H:
         _release_slot(m, m[job + SLOT])
-    add(m, m[INTERRUPTS], m[NOW] + _cost(m, _INTERRUPT, s), m[job + JOB], s, 0, 0)
+    schedule(m, m[NOW] + _cost(m, _INTERRUPT, s), INTERRUPT, m[job + JOB], s)
 
 
 # --- Wait() (sim/device.py) -----------------------------------------------------------------------
-@rule
-def _offer(m: Any) -> None:
-    """``SimDevice._offer``: let ``Wait()`` return, if somebody is in it and a job may be returned."""
+@hot
+def _offer(m: Any) -> Any:
+    """``SimDevice._offer``: the job for which ``Wait()`` returns now, if somebody is in it."""
     queue = m[FINISHED_JOBS] if m[ANY_ORDER] else m[ISSUED]
     if not m[IN_WAIT] or m[queue + SIZE] == 0:
-        return
+        return NONE
     s = first(m, queue)
-    if not m[_job(m, s) + FINISHED]:
-        return
+    if not m[_job(s) + FINISHED]:
+        return NONE
     pop(m, queue)
     m[IN_WAIT] = 0
-    m[RETURNED] = s
-    m[T_WAIT] = m[NOW]
+    return s
 
 
 @inlined
-def _interrupted(m: Any) -> None:
+def _interrupted(m: Any, s: int) -> None:
     """``SimDevice._finished``."""
-    s = m[m[INTERRUPTS] + ROWS + 2]
-    drop(m, m[INTERRUPTS])
-    m[_job(m, s) + FINISHED] = 1
+    m[_job(s) + FINISHED] = 1
     if m[ANY_ORDER]:
         push(m, m[FINISHED_JOBS], s)
-    _offer(m)
+    returned = _offer(m)
+    if returned == s:
+        _wait_returned(m, s)  # its event would be the next: same instant, rank and job
+    elif returned != NONE:
+        schedule(m, m[NOW], WAIT_RETURNED, m[_job(returned) + JOB], returned)
 
 
-@inlined
-def _wait_returned(m: Any) -> None:
+@rule
+def _wait_returned(m: Any, s: int) -> None:
     """``Core.wait_returned``: the permit comes back. Then the completer converts the output."""
-    now, s = m[NOW], m[RETURNED]
-    job = _job(m, s)
-    slot = _engine(m, m[job + SLOT])
-    m[T_WAIT] = NEVER
+    now, job = m[NOW], _job(s)
+    slot = _engine(m[job + SLOT])
     if m[SLOT_RELEASE] == AFTER_WAIT:
         _release_slot(m, m[job + SLOT])
     m[slot + E_ON] -= 1
     if m[slot + E_ON] == 0:
         m[slot + E_BUSY] += now - m[slot + E_SINCE]
     m[IN_FLIGHT] -= 1
-    m[_engine(m, m[job + GROUP]) + E_LOAD] -= 1
+    m[_engine(m[job + GROUP]) + E_LOAD] -= 1
     m[job + WAITED] = now
     if m[EXECUTION_TIMEOUT] and now > m[job + SUBMITTED] + m[EXECUTION_TIMEOUT]:
         m[STATUS] = FAULT_EXECUTION
@@ -405,8 +422,7 @@ def _wait_returned(m: Any) -> None:
     if m[job + GAVE_UP]:
         _completed(m, s)
     else:
-        m[COMPLETING] = s
-        m[T_COMPLETER] = now + _cost(m, _POSTPROCESS, s)
+        schedule(m, now + _cost(m, _POSTPROCESS, s), COMPLETER_DONE, m[job + JOB], s)
 
 
 # --- the executor (caltrio/core/scheduler.py, caltrio/executor.py) --------------------------------
@@ -422,20 +438,20 @@ def _stage(m: Any) -> None:
     if m[DECODE_FIRST]:
         for index in range(m[m[READY] + SIZE]):
             other = nth(m, m[READY], index)
-            if m[_job(m, other) + KIND] == DECODE:
+            if m[_job(other) + KIND] == DECODE:
                 s = other
                 break
-    job = _job(m, s)
+    job = _job(s)
     buffers = E_DECODE_FREE if m[job + KIND] == DECODE else E_PREFILL_FREE
     group, load = NONE, m[SHARE_LIMIT]  # an engine takes its share; the least loaded goes first
     for index in range(m[GROUPS]):
-        engine = _engine(m, index)
+        engine = _engine(index)
         if m[engine + E_LOAD] < load and m[engine + buffers] > 0:
             group, load = index, m[engine + E_LOAD]
     if group == NONE:
         return
     remove(m, m[READY], s)
-    engine = _engine(m, group)
+    engine = _engine(group)
     m[engine + buffers] -= 1
     m[engine + E_LOAD] += 1
     m[IN_FLIGHT] += 1
@@ -443,17 +459,15 @@ def _stage(m: Any) -> None:
     m[job + GROUP] = group
     m[job + INFER] = m[NOW]
     m[SUBMITTING] = s
-    m[T_SUBMIT] = m[NOW] + _cost(m, _SUBMIT, s)
+    schedule(m, m[NOW] + _cost(m, _SUBMIT, s), SUBMIT_RETURNED, m[job + JOB], s)
     if m[QUEUE_TIMEOUT]:
         _deadline(m, m[NOW] + m[QUEUE_TIMEOUT], s, OF_QUEUE, m[job + JOB])
 
 
 @inlined
-def _submit(m: Any) -> None:
+def _submit(m: Any, s: int) -> None:
     """``SimDevice.infer`` once the submitter has done its work, and ``Core.submit_returned``."""
-    now, s = m[NOW], m[SUBMITTING]
-    job = _job(m, s)
-    m[T_SUBMIT] = NEVER
+    now, job = m[NOW], _job(s)
     slot = _free_slot(m, s)
     if slot == NONE:
         if m[BUSY_WHEN_FULL]:
@@ -463,7 +477,7 @@ def _submit(m: Any) -> None:
     if not m[ANY_ORDER]:
         push(m, m[ISSUED], s)
     _start(m, s, slot)
-    engine = _engine(m, slot)
+    engine = _engine(slot)
     if m[engine + E_ON] == 0:
         m[engine + E_SINCE] = now
     m[engine + E_ON] += 1
@@ -479,13 +493,12 @@ def _submit(m: Any) -> None:
 @rule
 def _completed(m: Any, s: int) -> None:
     """``Core.completed``; then the completer waits again, and then the caller goes on."""
-    now, job = m[NOW], _job(m, s)
+    now, job = m[NOW], _job(s)
     request = _request(m, m[job + REQUEST])
     held = m[job + PAST] + m[job + TOKENS]
     gave_up = m[job + GAVE_UP]
-    m[T_COMPLETER] = NEVER
     buffers = E_DECODE_FREE if m[job + KIND] == DECODE else E_PREFILL_FREE
-    m[_engine(m, m[job + GROUP]) + buffers] += 1
+    m[_engine(m[job + GROUP]) + buffers] += 1
     if not gave_up:
         m[job + ANSWERED] = now
         m[COMPLETER_BUSY] += now - m[job + WAITED]
@@ -502,7 +515,9 @@ def _completed(m: Any, s: int) -> None:
             _end_admitted(m, s, EXPIRED)
     _stage(m)
     m[IN_WAIT] = 1
-    _offer(m)
+    returned = _offer(m)
+    if returned != NONE:
+        schedule(m, now, WAIT_RETURNED, m[_job(returned) + JOB], returned)
     if gave_up:
         return
     if held < m[request + PROMPT]:
@@ -520,7 +535,7 @@ def _job_ended(m: Any, s: int, reason: int) -> None:
     m[STEPS] += 1
     if not m[KEEP_JOBS]:
         return
-    job, times = _job(m, s), _die_times(m, s)
+    job, times = _job(s), _die_times(m, s)
     row = m[AT_JOBS] + m[JOB_ROWS] * m[JOB_WIDTH]
     m[JOB_ROWS] += 1
     m[row + ROW_JOB] = m[job + JOB]
@@ -559,7 +574,7 @@ def _emitted(m: Any) -> None:
     """``Core.token_emitted``; the client runs the next step, or leaves."""
     s = m[m[CLIENT_TIMES] + ROWS + 2]
     drop(m, m[CLIENT_TIMES])
-    request = _request(m, m[_job(m, s) + REQUEST])
+    request = _request(m, m[_job(s) + REQUEST])
     m[request + TOKENS_OUT] += 1
     m[request + LAST] = m[NOW]
     if m[request + TOKENS_OUT] == 1:
@@ -574,7 +589,7 @@ def _emitted(m: Any) -> None:
 @rule
 def _next_step(m: Any, s: int) -> None:
     """``Core.submit_step``: the prompt, a chunk of it, or one token."""
-    job = _job(m, s)
+    job = _job(s)
     request = _request(m, m[job + REQUEST])
     m[job + PAST] += m[job + TOKENS]  # what the step before it added
     left = m[request + PROMPT] - m[job + PAST]
@@ -601,10 +616,10 @@ def _next_step(m: Any, s: int) -> None:
         _serve(m)
 
 
-@rule
+@hot
 def _grown(m: Any, s: int) -> None:
     """``Core._grown``: its KV is reserved, and it queues for its turn."""
-    m[_job(m, s) + STATE] = QUEUED
+    m[_job(s) + STATE] = QUEUED
     push(m, m[READY], s)
     _stage(m)
 
@@ -614,7 +629,7 @@ def _serve(m: Any) -> None:
     """``Admission.serve``: from the heads while it goes; a later one never overtakes."""
     while m[m[GROWING_STEPS] + SIZE] > 0:
         s = first(m, m[GROWING_STEPS])
-        job = _job(m, s)
+        job = _job(s)
         more = m[job + PAST] + m[job + TOKENS] - m[job + RESERVED]
         if m[KV_RESERVED] + more > m[KV_CAPACITY]:
             return
@@ -639,7 +654,7 @@ def _serve(m: Any) -> None:
         if m[NOW] > m[UNTIL]:
             m[UNTIL] = m[NOW]
             m[DELIVERED_UNTIL] = m[DELIVERED]
-        job = _job(m, s)
+        job = _job(s)
         m[job + REQUEST] = r
         m[job + RESERVED] = wanted
         m[job + PAST] = 0
@@ -673,7 +688,7 @@ def _end_request(m: Any, r: int, outcome: int, reason: int, detail: int) -> None
 @rule
 def _end_admitted(m: Any, s: int, outcome: int) -> None:
     """``Core._end_admitted`` and ``Admission.release``."""
-    job = _job(m, s)
+    job = _job(s)
     _end_request(m, m[job + REQUEST], outcome, NO_REASON, 0)
     m[KV_RESERVED] -= m[job + RESERVED]
     m[job + RESERVED] = 0
@@ -747,7 +762,7 @@ def _happens(m: Any) -> None:
         request = _request(m, who)
         if m[request + OUTCOME] == OPEN_OUTCOME:
             s = m[request + SEQUENCE]
-            if m[_job(m, s) + STATE] == ACTIVE:
+            if m[_job(s) + STATE] == ACTIVE:
                 m[request + CLOSING] = 1  # it ends once the device is done with its job
             else:
                 _end_admitted(m, s, EXPIRED)
@@ -762,7 +777,7 @@ def _due(m: Any, row: int) -> Any:
     if what == OF_REQUEST:
         request = _request(m, who)
         return m[request + ADMITTED] == NONE and m[request + OUTCOME] == OPEN_OUTCOME
-    job = _job(m, who)
+    job = _job(who)
     if m[job + JOB] != m[row + 4]:
         return False
     if what == OF_ADMISSION:
@@ -805,7 +820,7 @@ def _expire(m: Any) -> None:
             _forget_those_who_left(m)
             _serve(m)
             continue
-        job = _job(m, who)
+        job = _job(who)
         r = m[job + REQUEST]
         starved = m[job + STATE] == GROWING
         reason = LATE_QUEUE if what == OF_QUEUE else NO_GROWTH if starved else LATE_ADMISSION
@@ -827,63 +842,42 @@ def _expire(m: Any) -> None:
 
 # --- the loop -------------------------------------------------------------------------------------
 @rule
-def _job_on(m: Any, unit: int) -> Any:
-    return m[_job(m, m[m[AT_ON] + unit] >> 1) + JOB]
-
-
-@rule
 def _advance(m: Any) -> None:
     """Let everything happen that is due by ``m[HORIZON]``, in the order of time, rank and job id.
 
     Arrivals are the last of an instant: requests enter after this. Returns early when the status is no
     longer ``RUNNING``.
     """
-    ends, units = m[AT_ENDS], 2 + m[DIES]
-    interrupts, clients, deadlines = m[INTERRUPTS], m[CLIENT_TIMES], m[DEADLINES]
+    clients, deadlines = m[CLIENT_TIMES], m[DEADLINES]
     soon = m[SOON] + SIZE
     while True:
         while m[soon] > 0:
             _happens(m)
         if m[STATUS] != RUNNING:
             return
-        unit, when = 0, m[ends]  # Rank.STAGE_END
-        for other in range(1, units):
-            if m[ends + other] < when:
-                unit, when = other, m[ends + other]
-            elif m[ends + other] == when and when != NEVER and _job_on(m, other) < _job_on(m, unit):
-                unit = other
-        rank = 0
-        if m[interrupts] > 0 and m[interrupts + ROWS] < when:  # Rank.WAIT_RETURNED
-            rank, when = 1, m[interrupts + ROWS]
-        if m[T_WAIT] < when or (
-            m[T_WAIT] == when and rank == 1 and m[_job(m, m[RETURNED]) + JOB] < m[interrupts + ROWS + 1]
-        ):
-            rank, when = 2, m[T_WAIT]
-        if m[T_SUBMIT] < when:  # Rank.SUBMIT_RETURNED
-            rank, when = 3, m[T_SUBMIT]
-        if m[T_COMPLETER] < when:  # Rank.COMPLETER_DONE
-            rank, when = 4, m[T_COMPLETER]
-        if m[clients] > 0 and m[clients + ROWS] < when:  # Rank.CLIENT_READY
-            rank, when = 5, m[clients + ROWS]
-        if m[deadlines] > 0 and m[deadlines + ROWS] < when:  # Rank.DEADLINE
-            rank, when = 6, m[deadlines + ROWS]
+        when, what = next_event(m), TIMED  # ranks up to COMPLETER_DONE
+        if m[clients] > 0 and m[clients + ROWS] < when:
+            when, what = m[clients + ROWS], CLIENT_READY
+        if m[deadlines] > 0 and m[deadlines + ROWS] < when:
+            when, what = m[deadlines + ROWS], DEADLINE
         if when > m[HORIZON] or when == NEVER:
             return
         m[NOW] = when
-        if rank == 0:
-            if unit < 2:
-                _channel_ends(m, unit)
+        if what == TIMED:
+            what, who = take_event(m)
+            if what == CHANNEL_END:
+                _channel_ends(m, who)
+            elif what == DIE_END:
+                _die_ends(m, who)
+            elif what == INTERRUPT:
+                _interrupted(m, who)
+            elif what == WAIT_RETURNED:
+                _wait_returned(m, who)
+            elif what == SUBMIT_RETURNED:
+                _submit(m, who)
             else:
-                _die_ends(m, unit - 2)
-        elif rank == 1:
-            _interrupted(m)
-        elif rank == 2:
-            _wait_returned(m)
-        elif rank == 3:
-            _submit(m)
-        elif rank == 4:
-            _completed(m, m[COMPLETING])
-        elif rank == 5:
+                _completed(m, who)
+        elif what == CLIENT_READY:
             _emitted(m)
         else:
             _expire(m)

@@ -14,10 +14,13 @@ import numpy as np
 from attrs import define
 from numpy.typing import NDArray
 
+from caltrio.costs import TABLE_SIZE
+
 from .queues import ITEMS, ROOM, ROWS, WIDTH
 
 NEVER = 2**62
 NONE = -1
+EVENT_WIDTH = 4  # (when, rank and job, what, who)
 
 # --- scalars --------------------------------------------------------------------------------------
 (
@@ -31,7 +34,7 @@ NONE = -1
     # core
     IN_FLIGHT, KV_RESERVED, WAITING, ENTERING, ORDER,
     # submitter, completer
-    SUBMITTING, T_SUBMIT, SLOT_WANTED, COMPLETING, T_COMPLETER, IN_WAIT, RETURNED, T_WAIT,
+    SUBMITTING, SLOT_WANTED, IN_WAIT,
     # engine
     COMPUTES_QUEUED, WHOLE_TAKEN,
     # for the summary
@@ -39,15 +42,24 @@ NONE = -1
     H2D_BUSY, D2H_BUSY, COMPUTE_ON, COMPUTE_SINCE, COMPUTE_BUSY,
     DEVICE_ON, DEVICE_SINCE, DEVICE_BUSY, DEVICE_OVERLAP,
     # where the tables begin
-    AT_COSTS, AT_REQUESTS, AT_SEQUENCES, AT_DIE_TIMES, AT_JOBS, AT_ENGINES, AT_DIES, AT_RUNNING,
-    AT_SPEEDS, AT_ENDS, AT_ON, READY, GROWING_STEPS, CHANNELS, ISSUED, FINISHED_JOBS, WHOLE, HELD,
-    DIE_QUEUES, WAITING_REQUESTS, SOON, CLIENT_TIMES, INTERRUPTS, DEADLINES, FREE_IDS,
+    AT_REQUESTS, AT_DIE_TIMES, AT_JOBS, AT_RUNNING, AT_SPEEDS,
+    READY, GROWING_STEPS, CHANNELS, ISSUED, FINISHED_JOBS, WHOLE, HELD, DIE_QUEUES,
+    WAITING_REQUESTS, SOON, CLIENT_TIMES, DEADLINES, FREE_IDS,
     RING_LENGTH, DEADLINE_ROOM, JOB_WIDTH,
     SCALARS,
-) = range(97)  # fmt: skip
+) = range(85)  # fmt: skip
+
+# The tables that every event touches have places of their own, which compiled code need not look up.
+MOST_DIES, MOST_ENGINES = 8, 64
+MOST_EVENTS = 4096 + 2 * MOST_DIES  # an interrupt of each job in flight, and one thing of each unit
+AT_COSTS = SCALARS
+AT_ON = AT_COSTS + TABLE_SIZE  # does channel 0, or 1, serve a turn?
+AT_DIES = AT_ON + 2
 
 # STATUS: why the loop stopped early.
-RUNNING, FLUSH, FAULT_BUSY, FAULT_EXECUTION, FAULT_INFER, FAULT_DRAIN, TOO_LONG = range(7)
+RUNNING, FLUSH, FAULT_BUSY, FAULT_EXECUTION, FAULT_INFER, FAULT_DRAIN, TOO_LONG, TOO_MANY_DIES = range(
+    8
+)
 
 # --- a sequence and its one job under way ---------------------------------------------------------
 (
@@ -90,7 +102,11 @@ OF_REQUEST, OF_ADMISSION, OF_QUEUE = range(3)
 E_FREE, E_LOAD, E_PREFILL_FREE, E_DECODE_FREE, E_ON, E_SINCE, E_BUSY, E_USED, ENGINE_COLUMNS = range(9)
 
 # --- a die ----------------------------------------------------------------------------------------
-D_PART_END, D_SINCE, D_RUNNING, D_ON_SINCE, D_BUSY, DIE_COLUMNS = range(6)
+D_PART_END, D_SINCE, D_RUNNING, D_ON_SINCE, D_BUSY, D_FORESEEN, DIE_COLUMNS = range(7)
+
+AT_ENGINES = AT_DIES + MOST_DIES * DIE_COLUMNS
+AT_EVENTS = AT_ENGINES + MOST_ENGINES * ENGINE_COLUMNS
+AT_SEQUENCES = AT_EVENTS + 1 + EVENT_WIDTH * MOST_EVENTS
 
 
 @define(eq=False)
@@ -133,37 +149,29 @@ def lay_out(
     soon = ITEMS + 3 * (waiting + 4 * sequences + 16)
     rings = ("READY", "GROWING_STEPS", "ISSUED", "FINISHED_JOBS", "WHOLE", "HELD")
     sizes: Mapping[str, int] = {
-        "AT_COSTS": costs.size,
-        "AT_SEQUENCES": sequences * SEQUENCE_COLUMNS,
         "AT_DIE_TIMES": sequences * 2 * dies,
-        "AT_ENGINES": engines * ENGINE_COLUMNS,
-        "AT_DIES": dies * DIE_COLUMNS,
         "AT_RUNNING": dies * speeds,
         "AT_SPEEDS": speeds,
-        "AT_ENDS": 2 + dies,
-        "AT_ON": 2 + dies,
         **dict.fromkeys(rings, ring),
         "CHANNELS": 2 * ring,
         "DIE_QUEUES": dies * ring,
         "WAITING_REQUESTS": ITEMS + waiting + 2,
         "SOON": soon,
         "CLIENT_TIMES": heap,
-        "INTERRUPTS": heap,
         "FREE_IDS": heap,
         "DEADLINES": ROWS + WIDTH * deadlines,
         "AT_REQUESTS": requests * REQUEST_COLUMNS,
         "AT_JOBS": job_rows * width,
     }
-    m = np.zeros(SCALARS + sum(sizes.values()), np.int64)
-    begin = SCALARS
-    at = {}
+    begin = AT_SEQUENCES + sequences * SEQUENCE_COLUMNS
+    m = np.zeros(begin + sum(sizes.values()), np.int64)
+    at = {"AT_ENGINES": AT_ENGINES, "AT_DIES": AT_DIES}
     for name, size in sizes.items():
         at[name] = begin
         m[globals()[name]] = begin
         begin += size
     m[[RING_LENGTH, DEADLINE_ROOM, JOB_WIDTH, DIES, SPEEDS]] = ring, deadlines, width, dies, speeds
-    m[at["AT_ENDS"] : at["AT_ENDS"] + 2 + dies] = NEVER
-    m[at["AT_ON"] : at["AT_ON"] + 2 + dies] = NONE
+    m[AT_COSTS:AT_ON] = costs
     starts = [at[name] for name in rings]
     starts += [at["CHANNELS"] + each * ring for each in range(2)]
     starts += [at["DIE_QUEUES"] + each * ring for each in range(dies)]
@@ -171,15 +179,14 @@ def lay_out(
         m[start + ROOM] = ring - ITEMS
     m[at["WAITING_REQUESTS"] + ROOM] = waiting + 2
     m[at["SOON"] + ROOM] = soon - ITEMS
-    m[at["AT_COSTS"] : at["AT_COSTS"] + costs.size] = costs
 
-    def view(name: str, columns: int) -> NDArray[np.int64]:
-        return m[at[name] : at[name] + sizes[name]].reshape(-1, columns)
+    def view(name: str, rows: int, columns: int) -> NDArray[np.int64]:
+        return m[at[name] : at[name] + rows * columns].reshape(rows, columns)
 
     return Machine(
         m,
-        view("AT_REQUESTS", REQUEST_COLUMNS),
-        view("AT_JOBS", width),
-        view("AT_ENGINES", ENGINE_COLUMNS),
-        view("AT_DIES", DIE_COLUMNS),
+        view("AT_REQUESTS", requests, REQUEST_COLUMNS),
+        view("AT_JOBS", job_rows, width),
+        view("AT_ENGINES", engines, ENGINE_COLUMNS),
+        view("AT_DIES", dies, DIE_COLUMNS),
     )

@@ -16,7 +16,7 @@ WIDTH = 5
 ROWS = 1
 
 
-@cast(Any, intrinsic)  # typed as if it were called with the context
+@cast(Any, intrinsic)  # type: ignore[untyped-decorator]  # typed as if called with the context
 def pointer(_context: Any, array: Any) -> Any:
     """The data of an array of int64, to be indexed without a bound and without a reference counted.
 
@@ -30,7 +30,7 @@ def pointer(_context: Any, array: Any) -> Any:
     return types.CPointer(types.int64)(array), code  # type: ignore[no-untyped-call]
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy", forceinline=True)
 def push(m: Any, q: int, who: int) -> None:
     """Append ``who``."""
     at = m[q + HEAD] + m[q + SIZE]
@@ -40,13 +40,13 @@ def push(m: Any, q: int, who: int) -> None:
     m[q + SIZE] += 1
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy", forceinline=True)
 def first(m: Any, q: int) -> Any:
     """The one at the head, which stays there."""
     return m[q + ITEMS + m[q + HEAD]]
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy", forceinline=True)
 def pop(m: Any, q: int) -> Any:
     """Take the one at the head."""
     head = m[q + HEAD]
@@ -57,7 +57,7 @@ def pop(m: Any, q: int) -> Any:
     return who
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy", forceinline=True)
 def nth(m: Any, q: int, index: int) -> Any:
     """The one ``index`` places behind the head."""
     at = m[q + HEAD] + index
@@ -69,7 +69,10 @@ def nth(m: Any, q: int, index: int) -> Any:
 @njit(cache=True, error_model="numpy")
 def remove(m: Any, q: int, who: int) -> None:
     """Take ``who`` out, wherever it is; those before it move back one place."""
-    index = 0
+    if first(m, q) == who:
+        pop(m, q)
+        return
+    index = 1
     while nth(m, q, index) != who:
         index += 1
     while index > 0:
@@ -81,13 +84,13 @@ def remove(m: Any, q: int, who: int) -> None:
     pop(m, q)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _swap(m: Any, one: int, other: int) -> None:
     for column in range(WIDTH):
         m[one + column], m[other + column] = m[other + column], m[one + column]
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy", forceinline=True)
 def _before(m: Any, one: int, other: int) -> Any:
     return m[one] < m[other] or (m[one] == m[other] and m[one + 1] < m[other + 1])
 
@@ -103,7 +106,7 @@ def rise(m: Any, h: int, place: int) -> None:
         place = parent
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy", forceinline=True)
 def add(m: Any, h: int, when: int, tie: int, who: int, what: int, job: int) -> None:
     """Put in a row."""
     place = m[h]
@@ -118,7 +121,7 @@ def add(m: Any, h: int, when: int, tie: int, who: int, what: int, job: int) -> N
         rise(m, h, place)
 
 
-@njit(cache=True, error_model="numpy")
+@njit(cache=True, error_model="numpy", forceinline=True)
 def drop(m: Any, h: int) -> None:
     """Take the least row out."""
     last = m[h] - 1

@@ -37,7 +37,7 @@ from caltrio.workload.spec import Sampling
 from ..run import simulate
 from . import kernel
 from . import machine as k
-from .machine import NEVER, NONE, Machine, lay_out
+from .machine import NONE, Machine, lay_out
 from .queues import ROWS, WIDTH
 from .tables import job_facts, job_table, request_facts, request_table, with_metadata
 
@@ -55,6 +55,7 @@ _WHY_NOT = {
     k.FAULT_INFER: "infer() did not return in time: the executor distrusts the device",
     k.FAULT_DRAIN: "the device did not return its jobs within the grace time",
     k.TOO_LONG: "a stage takes more than 52 days",
+    k.TOO_MANY_DIES: f"it covers up to {k.MOST_DIES} compute stages",
 }
 
 
@@ -122,7 +123,6 @@ def build(scenario: Scenario, requests: NDArray[np.int64], *, job_rows: int = 0)
     m[k.BUSY_WHEN_FULL] = semantics.submit_when_full is SubmitWhenFull.BUSY
     m[k.KEEP_JOBS] = job_rows
     m[[k.SUBMITTING, k.ENTERING, k.UNTIL]] = NONE
-    m[[k.T_SUBMIT, k.T_COMPLETER, k.T_WAIT]] = NEVER
     m[k.IN_WAIT] = 1
 
     rows = machine.requests
@@ -132,6 +132,7 @@ def build(scenario: Scenario, requests: NDArray[np.int64], *, job_rows: int = 0)
     machine.engines[:, k.E_FREE] = 1
     # One more than its share: the one whose output is converted.
     machine.engines[:, [k.E_PREFILL_FREE, k.E_DECODE_FREE]] = share + 1
+    machine.dies[:, k.D_FORESEEN] = NONE
     machine.dies[:, k.D_PART_END] = np.cumsum(semantics.stage_permille)
     m[m[k.AT_SPEEDS] : m[k.AT_SPEEDS] + m[k.SPEEDS]] = semantics.sharing_permille
     free = m[k.FREE_IDS]
@@ -178,6 +179,8 @@ def run_twin(
     if requests is None:
         requests = scenario.workload.build(scenario.seed, scenario.base)
     array = requests if isinstance(requests, np.ndarray) else request_array(requests)
+    if len(scenario.semantics.compute_stages) > k.MOST_DIES:
+        return _by_executor(scenario, array, _WHY_NOT[k.TOO_MANY_DIES], tables=tables)
     machine = build(scenario, array, job_rows=_FLUSH_ROWS if tables else 0)
     m = machine.m
     parts = []
