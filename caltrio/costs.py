@@ -46,8 +46,8 @@ _LOGNORMAL = _DISTRIBUTIONS.index(Distribution.LOGNORMAL)
 
 
 @njit(cache=True)
-def _mix(value: Any) -> Any:
-    """:func:`caltrio.timing.mix64`."""
+def mix(value: Any) -> Any:
+    """:func:`caltrio.timing.mix64`, compiled; of a uint64."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -62,15 +62,15 @@ def jitter_factor(
 
     ``distribution`` is the place in :class:`~caltrio.timing.Distribution`, ``seed`` a uint64.
     """
-    key = _mix(_mix(_mix(seed ^ np.uint64(stage)) ^ np.uint64(request)) ^ np.uint64(step))
+    key = mix(mix(mix(seed ^ np.uint64(stage)) ^ np.uint64(request)) ^ np.uint64(step))
     # Inside (0, 1): both logarithms are finite.
-    first = (np.int64(_mix(key) >> np.uint64(11)) + 0.5) / 9007199254740992.0
+    first = (np.int64(mix(key) >> np.uint64(11)) + 0.5) / 9007199254740992.0
     if distribution == _UNIFORM:
         return 1 + spread * (2 * first - 1)
     if distribution == _EXPONENTIAL:
         return -math.log(first)
     if distribution == _LOGNORMAL:
-        second = np.int64(_mix(key ^ np.uint64(1)) >> np.uint64(11)) / 9007199254740992.0
+        second = np.int64(mix(key ^ np.uint64(1)) >> np.uint64(11)) / 9007199254740992.0
         normal = math.sqrt(-2 * math.log(first)) * math.cos(2 * math.pi * second)  # Box and Muller
         return math.exp(spread * normal - spread * spread / 2)
     return 1.0

@@ -44,7 +44,8 @@ def _job(s: int) -> Any:
 
 
 @hot
-def _request(m: Any, r: int) -> Any:
+def request_at(m: Any, r: int) -> Any:
+    """Where the row of request ``r`` begins."""
     return m[AT_REQUESTS] + r * REQUEST_COLUMNS
 
 
@@ -494,7 +495,7 @@ def _submit(m: Any, s: int) -> None:
 def _completed(m: Any, s: int) -> None:
     """``Core.completed``; then the completer waits again, and then the caller goes on."""
     now, job = m[NOW], _job(s)
-    request = _request(m, m[job + REQUEST])
+    request = request_at(m, m[job + REQUEST])
     held = m[job + PAST] + m[job + TOKENS]
     gave_up = m[job + GAVE_UP]
     buffers = E_DECODE_FREE if m[job + KIND] == DECODE else E_PREFILL_FREE
@@ -574,7 +575,7 @@ def _emitted(m: Any) -> None:
     """``Core.token_emitted``; the client runs the next step, or leaves."""
     s = m[m[CLIENT_TIMES] + ROWS + 2]
     drop(m, m[CLIENT_TIMES])
-    request = _request(m, m[_job(s) + REQUEST])
+    request = request_at(m, m[_job(s) + REQUEST])
     m[request + TOKENS_OUT] += 1
     m[request + LAST] = m[NOW]
     if m[request + TOKENS_OUT] == 1:
@@ -590,7 +591,7 @@ def _emitted(m: Any) -> None:
 def _next_step(m: Any, s: int) -> None:
     """``Core.submit_step``: the prompt, a chunk of it, or one token."""
     job = _job(s)
-    request = _request(m, m[job + REQUEST])
+    request = request_at(m, m[job + REQUEST])
     m[job + PAST] += m[job + TOKENS]  # what the step before it added
     left = m[request + PROMPT] - m[job + PAST]
     if left > 0:
@@ -639,7 +640,7 @@ def _serve(m: Any) -> None:
         _grown(m, s)
     while m[WAITING] > 0:
         r = first(m, m[WAITING_REQUESTS])
-        request = _request(m, r)
+        request = request_at(m, r)
         wanted = m[request + PROMPT] if m[GROWS] else m[request + KV_TOKENS]
         if m[m[FREE_IDS]] == 0 or m[KV_RESERVED] + wanted > m[KV_CAPACITY]:
             return
@@ -667,14 +668,14 @@ def _serve(m: Any) -> None:
 def _forget_those_who_left(m: Any) -> None:
     """Who has left the queue for KV stays in its ring until it is at the head."""
     queue = m[WAITING_REQUESTS]
-    while m[queue + SIZE] > 0 and m[_request(m, first(m, queue)) + OUTCOME] != OPEN_OUTCOME:
+    while m[queue + SIZE] > 0 and m[request_at(m, first(m, queue)) + OUTCOME] != OPEN_OUTCOME:
         pop(m, queue)
 
 
 @rule
 def _end_request(m: Any, r: int, outcome: int, reason: int, detail: int) -> None:
     """``Core._end_request``."""
-    request = _request(m, r)
+    request = request_at(m, r)
     m[request + OUTCOME] = outcome
     if reason != NO_REASON:
         m[request + REASON] = reason
@@ -698,9 +699,9 @@ def _end_admitted(m: Any, s: int, outcome: int) -> None:
 
 # --- requests and their clients -------------------------------------------------------------------
 @rule
-def _enter(m: Any, r: int) -> Any:
+def enter(m: Any, r: int) -> Any:
     """``Core.submit_request``, and the client's first step; is there more to come of it?"""
-    request = _request(m, r)
+    request = request_at(m, r)
     m[OPEN] += 1
     m[request + ARRIVAL] = m[NOW]
     reason = NO_REASON
@@ -740,7 +741,7 @@ def _client_done(m: Any) -> None:
     while m[CLIENTS] > 0 and m[CURSOR] < m[REQUESTS]:
         r = m[CURSOR]
         m[CURSOR] += 1
-        if _enter(m, r):
+        if enter(m, r):
             return
 
 
@@ -755,11 +756,11 @@ def _happens(m: Any) -> None:
     elif what == DIE_DONE:
         _die_done(m, more, who)
     elif what == WAKE_ADMITTED:
-        _next_step(m, m[_request(m, who) + SEQUENCE])
+        _next_step(m, m[request_at(m, who) + SEQUENCE])
     elif what == WAKE_LEFT:
         _client_done(m)
     else:  # WAKE_FAILED: its step failed, so the client closes the request
-        request = _request(m, who)
+        request = request_at(m, who)
         if m[request + OUTCOME] == OPEN_OUTCOME:
             s = m[request + SEQUENCE]
             if m[_job(s) + STATE] == ACTIVE:
@@ -775,7 +776,7 @@ def _due(m: Any, row: int) -> Any:
     """Does a deadline still matter?"""
     who, what = m[row + 2], m[row + 3]
     if what == OF_REQUEST:
-        request = _request(m, who)
+        request = request_at(m, who)
         return m[request + ADMITTED] == NONE and m[request + OUTCOME] == OPEN_OUTCOME
     job = _job(who)
     if m[job + JOB] != m[row + 4]:
@@ -814,7 +815,7 @@ def _expire(m: Any) -> None:
         if not due:
             continue
         if what == OF_REQUEST:
-            _end_request(m, who, EXPIRED, NOT_ADMITTED, m[NOW] - m[_request(m, who) + ARRIVAL])
+            _end_request(m, who, EXPIRED, NOT_ADMITTED, m[NOW] - m[request_at(m, who) + ARRIVAL])
             _later(m, WAKE_LEFT, who, 0)
             m[WAITING] -= 1
             _forget_those_who_left(m)
@@ -824,8 +825,8 @@ def _expire(m: Any) -> None:
         r = m[job + REQUEST]
         starved = m[job + STATE] == GROWING
         reason = LATE_QUEUE if what == OF_QUEUE else NO_GROWTH if starved else LATE_ADMISSION
-        m[_request(m, r) + REASON] = reason
-        m[_request(m, r) + DETAIL] = job_id
+        m[request_at(m, r) + REASON] = reason
+        m[request_at(m, r) + DETAIL] = job_id
         m[job + ANSWERED] = m[NOW]
         _later(m, WAKE_FAILED, r, 0)
         if what == OF_QUEUE:  # the device may have it: it goes on without its caller
@@ -841,8 +842,18 @@ def _expire(m: Any) -> None:
 
 
 # --- the loop -------------------------------------------------------------------------------------
+@hot
+def next_ns(m: Any) -> Any:
+    """When something happens next, once all is settled; ``NEVER``: nothing does."""
+    when = next_event(m)
+    for heap in (m[CLIENT_TIMES], m[DEADLINES]):
+        if m[heap] > 0:
+            when = min(when, m[heap + ROWS])
+    return when
+
+
 @rule
-def _advance(m: Any) -> None:
+def advance(m: Any) -> None:
     """Let everything happen that is due by ``m[HORIZON]``, in the order of time, rank and job id.
 
     Arrivals are the last of an instant: requests enter after this. Returns early when the status is no
@@ -891,23 +902,23 @@ def drive(array: Any) -> None:
     m = pointer(array)
     while m[STARTED] < m[CLIENTS]:  # of a closed loop: all start at 0, one after another
         m[HORIZON] = 0
-        _advance(m)
+        advance(m)
         if m[STATUS] != RUNNING:
             return
         m[STARTED] += 1
         _client_done(m)
     while m[CLIENTS] == 0 and m[CURSOR] < m[REQUESTS]:
         r = m[CURSOR]
-        when = max(m[_request(m, r) + ARRIVAL], m[NOW])
+        when = max(m[request_at(m, r) + ARRIVAL], m[NOW])
         m[HORIZON] = when
-        _advance(m)
+        advance(m)
         if m[STATUS] != RUNNING:
             return
         m[CURSOR] += 1
         m[NOW] = when
         m[LAST_CLIENT] = when
-        _enter(m, r)
+        enter(m, r)
     m[HORIZON] = NEVER
-    _advance(m)
+    advance(m)
     if m[STATUS] == RUNNING and m[GAVE_UP_END] > m[LAST_CLIENT] + m[GRACE]:
         m[STATUS] = FAULT_DRAIN

@@ -56,14 +56,13 @@ def request_error(m: NDArray[np.int64], row: NDArray[np.int64], request_id: int)
             return refusals.too_late(Phase.QUEUE, detail, whose)
 
 
-def request_facts(machine: Machine) -> RequestFacts:
-    """The requests in the order of their ids."""
-    rows = machine.requests
+def request_facts(m: NDArray[np.int64], rows: NDArray[np.int64]) -> RequestFacts:
+    """Of rows of ``Machine.requests``, in their order."""
     refused = rows[:, k.OUTCOME] == k.REFUSED
     statuses: dict[str, int] = {}
     for reason in np.unique(rows[refused, k.REASON]):
         first = int(np.argmax(refused & (rows[:, k.REASON] == reason)))
-        error = request_error(machine.m, rows[first], first)
+        error = request_error(m, rows[first], first)
         assert error is not None
         count = int((rows[refused, k.REASON] == reason).sum())
         statuses[error.grpc] = statuses.get(error.grpc, 0) + count

@@ -49,7 +49,7 @@ _RELEASES = {
     SlotRelease.D2H: kernel.AFTER_D2H,
     SlotRelease.WAIT: kernel.AFTER_WAIT,
 }
-_WHY_NOT = {
+WHY_NOT = {
     k.FAULT_BUSY: "infer() returned 17: the executor backs off",
     k.FAULT_EXECUTION: "an execution deadline passed: the executor distrusts the device",
     k.FAULT_INFER: "infer() did not return in time: the executor distrusts the device",
@@ -180,7 +180,7 @@ def run_twin(
         requests = scenario.workload.build(scenario.seed, scenario.base)
     array = requests if isinstance(requests, np.ndarray) else request_array(requests)
     if len(scenario.semantics.compute_stages) > k.MOST_DIES:
-        return _by_executor(scenario, array, _WHY_NOT[k.TOO_MANY_DIES], tables=tables)
+        return _by_executor(scenario, array, WHY_NOT[k.TOO_MANY_DIES], tables=tables)
     machine = build(scenario, array, job_rows=_FLUSH_ROWS if tables else 0)
     m = machine.m
     parts = []
@@ -188,10 +188,10 @@ def run_twin(
     while m[k.STATUS] == k.FLUSH:
         parts.append(_flushed(machine))
         kernel.drive(m)
-    why_not = _WHY_NOT.get(int(m[k.STATUS]))
+    why_not = WHY_NOT.get(int(m[k.STATUS]))
     if why_not is not None:
         return _by_executor(scenario, array, why_not, tables=tables)
-    facts = request_facts(machine)
+    facts = request_facts(m, machine.requests)
     if not tables:
         return TwinRun(facts, summary_of(facts, job_facts(machine, facts.span_ns)))
     parts.append(_flushed(machine))
