@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,27 +12,11 @@ from attrs import asdict, evolve, field, fields, frozen
 
 from .config import ExecutorConfig
 from .errors import InputError
-from .semantics import PRESETS, EngineSemantics
+from .planspec import PlanSpec
+from .semantics import PRESETS, EngineSemantics, Preset
 from .timing import Figure, Fixed, Source, TimingProfile, load_timing
 from .tomlfile import converter, one_of, read_toml, structure
 from .workload.spec import Workload
-
-
-@frozen
-class PlanSpec:
-    """What ``caltrio plan`` compares: hypotheses by name, each with these in-flight limits."""
-
-    hypotheses: tuple[str, ...] = tuple(PRESETS)
-    max_inflight: tuple[int, ...] = (1, 2)
-
-    def __attrs_post_init__(self) -> None:
-        if not self.hypotheses or not self.max_inflight:
-            raise ValueError("hypotheses and max_inflight each need at least one entry")
-        for limit in self.max_inflight:
-            if limit < 1:
-                raise ValueError(f"max_inflight is {limit}; give 1 or more")
-        if 1 not in self.max_inflight:
-            raise ValueError("max_inflight must hold 1: the gates compare against it")
 
 
 def semantics_from(value: object, made: cattrs.Converter, where: str) -> EngineSemantics:
@@ -46,6 +30,21 @@ def semantics_from(value: object, made: cattrs.Converter, where: str) -> EngineS
         changes = {name: getattr(given, name) for name in names}
         return evolve(preset(value["preset"]), **changes)
     return structure({"semantics": value}, _Semantics, where, made).semantics
+
+
+def _custom(given: Mapping[str, Any], made: cattrs.Converter, where: str) -> dict[str, Preset]:
+    """Hypotheses that a plan defines itself; what they mean is what they change."""
+    found = {}
+    for name, table in given.items():
+        if name in PRESETS:
+            raise ValueError(f"custom.{name} has the name of a preset; give it another")
+        if not isinstance(table, dict):
+            raise ValueError(f'custom.{name} is {table!r}; give a table, as {{preset = "serial"}}')
+        changes = ", ".join(f"{key} = {value}" for key, value in dict(table).items() if key != "preset")
+        like = table.get("preset")
+        meaning = f"As {like}, with {changes}." if like else f"{changes}."
+        found[name] = Preset(name, meaning, semantics_from(table, made, f"{where}: plan.custom.{name}"))
+    return found
 
 
 def preset(name: object) -> EngineSemantics:
@@ -148,9 +147,9 @@ def scenario_from(
     made = _scenario_converter()
     read = structure(data, _File, where, made)
     try:
-        for name in read.plan.hypotheses:
-            for limit in read.plan.max_inflight:
-                preset(name).check_in_flight(limit)
+        plan = evolve(read.plan, custom=_custom(read.plan.custom, made, where))
+        for name in plan.hypotheses:
+            plan.hypothesis(name)
     except ValueError as error:
         raise InputError(where, "plan", str(error)) from error
     try:
@@ -164,7 +163,7 @@ def scenario_from(
             semantics=semantics,
             workload=read.workload,
             executor=read.executor,
-            plan=read.plan,
+            plan=plan,
             base=base,
         )
     except ValueError as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import trio
 from attrs import define, field
@@ -17,6 +17,32 @@ class Stop:
 
     scope: trio.CancelScope = field(factory=trio.CancelScope)
     by: signal.Signals | None = None
+
+
+@define
+class Noted:
+    """Which signal has come, if one has."""
+
+    by: signal.Signals | None = None
+
+
+@contextmanager
+def noted() -> Iterator[Noted]:
+    """A block of synchronous work that looks itself whether it is to end. In the main thread only."""
+    note = Noted()
+    if threading.current_thread() is not threading.main_thread():
+        yield note
+        return
+
+    def heed(number: int, _frame: object) -> None:
+        note.by = note.by or signal.Signals(number)
+
+    before = {number: signal.signal(number, heed) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield note
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @asynccontextmanager

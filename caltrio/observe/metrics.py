@@ -208,6 +208,20 @@ class RequestFacts:
         done: npt.NDArray[np.bool_] = self.outcome == OUTCOMES.index(Outcome.COMPLETED)
         return done
 
+    def since(self, cut: int) -> RequestFacts:
+        """Without the first ``cut`` requests."""
+        return RequestFacts(
+            arrival_ns=self.arrival_ns[cut:],
+            admitted_ns=self.admitted_ns[cut:],
+            first_token_ns=self.first_token_ns[cut:],
+            last_token_ns=self.last_token_ns[cut:],
+            ended_ns=self.ended_ns[cut:],
+            tokens_out=self.tokens_out[cut:],
+            kv_tokens=self.kv_tokens[cut:],
+            outcome=self.outcome[cut:],
+            refusals=self.refusals,
+        )
+
     def ttft_ns(self) -> Ints:
         """Of the requests with a token, in their order."""
         has = self.first_token_ns >= 0
