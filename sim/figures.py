@@ -1,4 +1,4 @@
-"""The figures of a decision: comparison, utilisation, and timelines. SVG, legible in grey."""
+"""Timelines of a run. SVG, legible in grey."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from caltrio.semantics import Dma, EngineSemantics
 from caltrio.units import NS_PER_MS, NS_PER_US
 
 if TYPE_CHECKING:
-    from .plan import Cell
+    pass
 
 # Okabe and Ito's palette, which colour-blind readers tell apart; hatches and labels carry it in grey.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
@@ -35,75 +35,6 @@ _STYLE: dict[Any, Any] = {
 
 def _save(figure: Figure, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
-
-
-def comparison(cells: Sequence[Cell], min_gain: float, max_tpot: float, path: Path) -> None:
-    """Tokens/s and TPOT P99 of each hypothesis and limit, with the gates as lines."""
-    names = list(dict.fromkeys(cell.hypothesis for cell in cells))
-    limits = sorted({cell.max_inflight for cell in cells})
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(9, 3.6), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        _bars(left, cells, names, limits, "tokens_per_s")
-        left.set(title=f"Throughput (gate: +{min_gain:.0%})", ylabel="aggregate tokens/s")
-        _bars(right, cells, names, limits, "tpot_p99_ms")
-        right.set(title=f"TPOT P99 of a request (gate: +{max_tpot:.0%})", ylabel="ms per token")
-        bases = {cell.hypothesis: cell for cell in cells if cell.max_inflight == 1}
-        for at, name in enumerate(names):
-            for axes, key, factor in (
-                (left, "tokens_per_s", 1 + min_gain),
-                (right, "tpot_p99_ms", 1 + max_tpot),
-            ):
-                gate = _value(bases[name], key) * factor
-                axes.hlines(gate, at - 0.45, at + 0.45, colors="black", linestyles="dashed",
-                            linewidth=1.2, label="gate" if at == 0 else None)  # fmt: skip
-        for axes in (left, right):
-            axes.margins(y=0.15)
-        left.legend(frameon=False, ncols=len(limits) + 1, loc="upper left", fontsize=8)
-        _save(figure, path)
-
-
-def _value(cell: Cell, key: str) -> float:
-    summary = cell.run.summary
-    value = summary.loaded_tokens_per_s if key == "tokens_per_s" else summary.tpot.p99_ns / NS_PER_MS
-    return value if np.isfinite(value) else 0.0
-
-
-def _bars(axes: Axes, cells: Sequence[Cell], names: list[str], limits: list[int], key: str) -> None:
-    width = 0.8 / len(limits)
-    for index, limit in enumerate(limits):
-        of_limit = {cell.hypothesis: cell for cell in cells if cell.max_inflight == limit}
-        at = [position - 0.4 + width * (index + 0.5) for position in range(len(names))]
-        heights = [_value(of_limit[name], key) for name in names]
-        bars = axes.bar(at, heights, width, label=f"{limit} in flight", color=COLOURS[index],
-                        hatch=HATCHES[index], edgecolor="white")  # fmt: skip
-        axes.bar_label(bars, fmt="{:.3g}", fontsize=7, label_type="center",
-                       bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none"})  # fmt: skip
-    axes.set_xticks(range(len(names)), names, rotation=25, ha="right")
-
-
-def utilisation(cells: Sequence[Cell], path: Path) -> None:
-    """Busy share of each stage, as a table of shades: one row a cell."""
-    stages = list(dict.fromkeys(name for cell in cells for name in cell.run.summary.utilisation))
-    shares = np.array(
-        [[cell.run.summary.utilisation.get(name, np.nan) for name in stages] for cell in cells]
-    )
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(9, 0.6 + 0.3 * len(cells)), layout="constrained")
-        axes = figure.subplots()
-        image = axes.imshow(shares, cmap="cividis", vmin=0, vmax=1, aspect="auto")
-        axes.set_xticks(range(len(stages)), stages)
-        axes.set_yticks(
-            range(len(cells)), [f"{cell.hypothesis}, {cell.max_inflight}" for cell in cells]
-        )
-        axes.set(title="Where the time goes: busy share of the run", xlabel="stage or engine slot",
-                 ylabel="hypothesis, in flight")  # fmt: skip
-        for row, column in np.argwhere(~np.isnan(shares)):
-            share = shares[row, column]
-            axes.text(column, row, f"{share:.1%}", ha="center", va="center", fontsize=8,
-                      color="black" if share > 0.55 else "white")  # fmt: skip
-        figure.colorbar(image, ax=axes, label="busy share")
-        _save(figure, path)
 
 
 _TIMELINE_COLUMNS = [

@@ -30,7 +30,7 @@ from caltrio.observe.metrics import RequestFacts, no_nan
 from caltrio.observe.records import JOB_SCHEMA, META_KEY, REQUEST_SCHEMA, TABLES, digest
 from caltrio.planspec import SATURATED
 from caltrio.scenario import Scenario
-from caltrio.semantics import Preset
+from caltrio.semantics import EngineSemantics, Preset
 from caltrio.signals import noted
 from caltrio.workload.requests import Request
 from caltrio.workload.run import Run, about_run
@@ -163,6 +163,11 @@ class Plan:
         """The in-flight limits compared."""
         return sorted(self.scenario.plan.max_inflight)
 
+    def at_saturation(self, semantics: EngineSemantics, max_inflight: int) -> Scenario:
+        """The scenario of a cell in the closed loop."""
+        load = next(each for each in self.loads if each.saturated)
+        return _cell_scenario(self.scenario, semantics, max_inflight, load)
+
     def cell(self, hypothesis: str, max_inflight: int, load: str) -> Cell:
         """That one."""
         key = (hypothesis, max_inflight, load)
@@ -282,9 +287,9 @@ def make_plan(
     total = cells * (len(plan.loads) * spec.replications + 1)
     done = 0
     requests = {
-        (load.name, seed): _requests_of(scenario, load, seed)
+        (load.name, seed): requests_of(scenario, load, seed)
         for load in plan.loads
-        for seed in _seeds(scenario)
+        for seed in seeds_of(scenario)
     }
     rows: list[dict[str, Any]] = []
     with noted() as note:
@@ -301,8 +306,8 @@ def make_plan(
                 runs: dict[int, list[TwinRun]] = {limit: [] for limit in possible}
                 for limit in possible:
                     what = f"{hypothesis.name}, {limit} in flight, {load.name}"
-                    cell_scenario = _cell_scenario(scenario, hypothesis, limit, load)
-                    for seed in _seeds(scenario):
+                    cell_scenario = _cell_scenario(scenario, hypothesis.semantics, limit, load)
+                    for seed in seeds_of(scenario):
                         if step(what):
                             plan.stopped_by = note.by
                             break
@@ -312,7 +317,7 @@ def make_plan(
                     break
                 made = _cells(hypothesis, load, runs, work)
                 plan.cells += made
-                rows += [row for cell in made for row in _rows(cell, _seeds(scenario))]
+                rows += [row for cell in made for row in _rows(cell, seeds_of(scenario))]
                 if load.saturated:
                     plan.facts |= {(hypothesis.name, limit): runs[limit][0].facts for limit in possible}
             for limit in possible if plan.stopped_by is None else []:
@@ -326,11 +331,12 @@ def make_plan(
     return plan
 
 
-def _seeds(scenario: Scenario) -> list[int]:
+def seeds_of(scenario: Scenario) -> list[int]:
+    """Of the replications: the scenario's own, and those that follow."""
     return [scenario.seed + index for index in range(scenario.plan.replications)]
 
 
-def _requests_of(scenario: Scenario, load: Load, seed: int) -> NDArray[np.int64]:
+def requests_of(scenario: Scenario, load: Load, seed: int) -> NDArray[np.int64]:
     """The requests of one replication. A trace is turned to begin at another request each time."""
     array = request_array(load.workload.build(seed, scenario.base))
     if load.workload.trace is None or seed == scenario.seed:
@@ -346,10 +352,10 @@ def _requests_of(scenario: Scenario, load: Load, seed: int) -> NDArray[np.int64]
     return turned
 
 
-def _cell_scenario(scenario: Scenario, hypothesis: Preset, limit: int, load: Load) -> Scenario:
+def _cell_scenario(scenario: Scenario, semantics: EngineSemantics, limit: int, load: Load) -> Scenario:
     return evolve(
         scenario,
-        semantics=hypothesis.semantics,
+        semantics=semantics,
         workload=load.workload,
         executor=evolve(scenario.executor, max_inflight=limit),
     )
@@ -548,8 +554,8 @@ def _why(one: Cell, two: Cell, gain: Interval, change: Interval, load: str) -> s
 def _checked(scenario: Scenario, hypothesis: Preset, limit: int, plan: Plan) -> Run:
     """The executor runs the first requests of the cell at saturation; the twin must say the same."""
     load = next(each for each in plan.loads if each.saturated)
-    one = _cell_scenario(scenario, hypothesis, limit, load)
-    array = _requests_of(scenario, load, scenario.seed)[:CHECKED_REQUESTS]
+    one = _cell_scenario(scenario, hypothesis.semantics, limit, load)
+    array = requests_of(scenario, load, scenario.seed)[:CHECKED_REQUESTS]
     run = simulate(one, requests=[Request(index, *row) for index, row in enumerate(array.tolist())])
     if not run.complete:
         return run
@@ -590,7 +596,7 @@ def _rows(cell: Cell, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
 
 def _write(plan: Plan, rows: list[dict[str, Any]], folder: Path) -> None:
     facts = about_run(plan.scenario, "twin", load_manifest())
-    facts["seeds"] = {"run": _seeds(plan.scenario)}
+    facts["seeds"] = {"run": seeds_of(plan.scenario)}
     about = {META_KEY: json.dumps({**facts, "complete": plan.complete}, sort_keys=True)}
     table = pa.Table.from_pylist(rows).replace_schema_metadata(about)
     pq.write_table(table, folder / "plan.parquet")

@@ -269,3 +269,22 @@ def tornado(
         ]
         passes = {one.estimate >= least_gain for _, one in gains}
         yield Swing(unknown.label, tuple(gains), len(passes) > 1)
+
+
+@frozen(eq=False)
+class Sensitivity:
+    """What would change the verdict.
+
+    Attributes:
+        limit: jobs in flight that are compared with one.
+        maps: gain by hypothesis, ``[len(SEQUENCES), len(RATIOS)]``.
+        ratio: host and transfer time over compute of the scenario's own requests.
+        base: the hypothesis that the tornado starts from, and its gain.
+        swings: the unknowns.
+    """
+
+    limit: int
+    maps: dict[str, NDArray[np.float64]]
+    ratio: float
+    base: tuple[str, Interval]
+    swings: list[Swing]
