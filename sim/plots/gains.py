@@ -75,10 +75,11 @@ def _draw(rows: Sequence[GainRow], gate: float | None, title: str) -> Figure:
     ordered: list[GainRow] = []
     for name in names:
         group = [row for row in rows if row.hypothesis == name]
-        places += [at + index for index in range(len(group))]
-        middles.append(at + (len(group) - 1) / 2)
+        spare = max(0.0, 0.62 * (wrap(name, 1.6, TEXT).count("\n") + 1) - len(group)) / 2
+        places += [at + spare + index for index in range(len(group))]
+        middles.append(at + spare + (len(group) - 1) / 2)
         ordered += group
-        at += len(group) + 0.7
+        at += len(group) + 2 * spare + 0.7
     figure = new_figure(title, 1.6 + 0.27 * max(at, 2))
     axes = figure.subplots()
     ends = [0.0] + ([] if gate is None else [gate])

@@ -109,7 +109,7 @@ def _draw(
     for axes in panels:
         axes.set_axis_off()
     used = figure.axes[: max(len(maps), 1)]
-    label_outside(used, columns, "host and transfer time / compute time")
+    label_outside(used, columns, "(host + transfer time) / compute time")
     figure.supylabel("concurrent sequences", fontsize=TEXT)
     bar = figure.colorbar(ScalarMappable(norm, "cividis"), ax=list(figure.axes), pad=0.02, aspect=30)
     bar.set_label("gain in tokens/s, %")

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from .style import GATE, SMALL, TEXT, Look, draw, halo, in_flight, looks, new_figure
+from .style import GATE, SMALL, TEXT, Look, draw, in_flight, looks, new_figure
 
 COLUMNS = 500  # of the envelope of a long run; shorter ones are drawn step by step
 Floats = npt.NDArray[np.float64]
@@ -107,6 +107,9 @@ def _draw(series: Sequence[KvSeries], capacity: float | None, title: str) -> Fig
     grid[0].set_ylim(0, 1.22 * max(tops) or 1)
     grid[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _at: f"{value:,.0f}"))
     grid[0].yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    ends = [edge for one in series if len(_arrays(one)[0]) for edge in _closed(one)[0][[0, -1]]]
+    if ends:
+        grid[0].set_xlim(min(ends), max(ends) if max(ends) > min(ends) else min(ends) + 1)
     grid[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _at: f"{value:,.12g}"))
     grid[-1].set_xlabel("time since the start of the run, s")
     figure.supylabel("KV reserved, tokens", fontsize=TEXT)
@@ -117,9 +120,9 @@ def _panel(axes: Axes, one: KvSeries, look: Look, capacity: float | None) -> flo
     """Draw one run; its highest value."""
     if capacity is not None:
         axes.axhline(capacity, color=GATE, linestyle="--", linewidth=1.4)
-        axes.annotate(f"capacity\n{capacity:,.0f}", (1, capacity), (5, 0), ha="left", va="center",
+        axes.annotate(f"capacity\n{capacity:,.0f}", (1, capacity), (5, 0), ha="left", va="bottom",
                       xycoords=("axes fraction", "data"), textcoords="offset points", color=GATE,
-                      fontsize=SMALL, path_effects=halo())  # fmt: skip
+                      fontsize=SMALL)  # fmt: skip
     heading = in_flight(one.limit)
     if not len(_arrays(one)[0]):
         axes.text(0.5, 0.5, "nothing was reserved", transform=axes.transAxes, ha="center")
@@ -138,11 +141,11 @@ def _panel(axes: Axes, one: KvSeries, look: Look, capacity: float | None) -> flo
         axes.stairs(tokens, edges, fill=True, color=look.colour, alpha=0.25, linewidth=0)
         axes.stairs(tokens, edges, color=look.colour, linewidth=1.2, baseline=None)
     share = "" if not capacity else f" ({mean / capacity:.0%})".replace("%", " %")
-    at = "top" if capacity and 0.65 * capacity < mean else "center"  # clear of the capacity's label
+    at = "top" if capacity and 0.75 * capacity < mean else "center"  # clear of the capacity's label
     axes.axhline(mean, color="black", linestyle=":", linewidth=1.4)
     axes.annotate(f"mean\n{mean:,.0f}{share}", (1, mean), (5, 0), ha="left", va=at,
-                  xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=SMALL,
-                  path_effects=halo(3.5))  # fmt: skip
+                  xycoords=("axes fraction", "data"), textcoords="offset points",
+                  fontsize=SMALL)  # fmt: skip
     axes.set_title(heading, loc="left", fontsize=TEXT)
     axes.margins(x=0)
     return float(tokens.max())

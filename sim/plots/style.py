@@ -103,14 +103,19 @@ def halo(width: float = 2.5, colour: str = "white") -> list[AbstractPathEffect]:
     return [withStroke(linewidth=width, foreground=colour)]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
+def _advance(letter: str, bold: bool) -> float:  # noqa: FBT001
+    """How far one letter moves the pen, as a share of the font size."""
+    font = FontProperties(family="DejaVu Sans", size=100, weight="bold" if bold else "normal")
+    ends = [
+        float(TextPath((0, 0), text, prop=font).get_extents().width) for text in (f"|{letter}|", "||")
+    ]
+    return (ends[0] - ends[1]) / 100
+
+
 def inches(text: str, size: float, *, bold: bool = False) -> float:
     """How wide the widest line of ``text`` is."""
-    font = FontProperties(family="DejaVu Sans", size=size, weight="bold" if bold else "normal")
-    return max(
-        float(TextPath((0, 0), line.replace(" ", "n") or "n", prop=font).get_extents().width) / 72
-        for line in text.split("\n")
-    )
+    return max(sum(_advance(letter, bold) for letter in line) for line in text.split("\n")) * size / 72
 
 
 def wrap(text: str, width: float, size: float, *, bold: bool = False) -> str:
@@ -155,8 +160,9 @@ def gain_text(gain: Interval | None, *, unknown: str = "no value") -> str:
         return f"{percent(gain.estimate)}, no interval"
     half = 100 * gain.half_width
     places = int(abs(100 * gain.estimate) < 9.95 or half < 0.95)
-    shown = f"±{half:.{places}f}" if half >= 0.05 or half == 0 else "±<0.1"
-    return f"{percent(gain.estimate, places)} {shown}"
+    if half:  # never as if there were no doubt
+        half = max(half, 10**-places)
+    return f"{percent(gain.estimate, places)} ±{half:.{places if half else 0}f}"
 
 
 def in_flight(limit: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -58,6 +59,7 @@ def decision_matrix(
     cells: Sequence[Sequence[MatrixCell | None]],
     path: Path,
     title: str = "Is it worth shipping? Verdict and gain in tokens/s",
+    loads: str = "offered load",
 ) -> None:
     """A table of verdicts: symbol, shade, and the gain with its half-width.
 
@@ -67,13 +69,14 @@ def decision_matrix(
         cells: for each row, one cell for each column; None leaves it empty.
         path: the file to write.
         title: of the figure.
+        loads: what the columns are, with their unit.
 
     Raises:
         ValueError: not as many cells as rows and columns need.
     """
     if len(cells) != len(rows) or any(len(line) != len(columns) for line in cells):
         raise ValueError(f"cells do not fill {len(rows)} rows of {len(columns)} columns")
-    draw(lambda: _draw(rows, columns, cells, title), path)
+    draw(lambda: _draw(rows, columns, cells, title, loads), path)
 
 
 def _draw(
@@ -81,10 +84,11 @@ def _draw(
     columns: Sequence[str],
     cells: Sequence[Sequence[MatrixCell | None]],
     title: str,
+    loads: str,
 ) -> Figure:
     names = [wrap(name, 1.5, TEXT) for name, _ in rows]
     first = [at for at in range(len(rows)) if not at or rows[at][0] != rows[at - 1][0]]
-    spans = [(at, after) for at, after in zip(first, [*first[1:], len(rows)], strict=True)]
+    spans = list(pairwise([*first, len(rows)]))
     # A row is as high as its texts and its share of its hypothesis's name need.
     shares = [(names[at].count("\n") + 1) / (after - at) for at, after in spans]
     row_height = max([0.46, *(0.18 * share + 0.1 for share in shares)])
@@ -97,6 +101,10 @@ def _draw(
     figure = new_figure(title, height)
     axes = figure.subplots()
     room = (WIDTH - 2.6) / max(len(columns), 1)
+    texts = [_cell_text(cell) for line in cells for cell in line if cell]
+    size = TEXT + 0.5
+    while size > 6.5 and any(inches(text, size, bold=True) > room - 0.06 for text in texts):
+        size -= 0.5
     for row, line in enumerate(cells):
         for column, cell in enumerate(line):
             if cell is None:
@@ -104,11 +112,8 @@ def _draw(
             shade = VERDICTS[cell.verdict]
             axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, facecolor=shade.ground,
                                      hatch=shade.hatch, edgecolor="#BBBBBB", linewidth=0))  # fmt: skip
-            text = _cell_text(cell, shade)
-            size = TEXT + 0.5
-            while size > 6.5 and inches(text, size, bold=True) > room - 0.08:
-                size -= 0.5
-            axes.text(column, row, text, ha="center", va="center", color=shade.ink, fontsize=size,
+            axes.text(column, row, _cell_text(cell), ha="center", va="center", color=shade.ink,
+                      fontsize=size,
                       fontweight="bold" if cell.verdict == "PASS" else "normal", linespacing=1.15,
                       bbox={"pad": 1.2, "fc": shade.ground, "ec": "none"})  # fmt: skip
     for edge in range(len(columns) + 1):
@@ -135,7 +140,7 @@ def _draw(
     axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
-    axes.set_xlabel("offered load, share of what one in flight holds", labelpad=6)
+    axes.set_xlabel(loads, labelpad=6)
     axes.tick_params(length=0)
     for side in axes.spines.values():
         side.set_visible(False)
@@ -149,7 +154,8 @@ def _draw(
     return figure
 
 
-def _cell_text(cell: MatrixCell, shade: _Shade) -> str:
+def _cell_text(cell: MatrixCell) -> str:
+    shade = VERDICTS[cell.verdict]
     if cell.gain is None:
         return shade.symbol
     return f"{shade.symbol} " + gain_text(cell.gain, unknown="").replace(", ", "\n").replace(
