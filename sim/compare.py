@@ -125,4 +125,4 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
         for key, inner in value.items():
             found |= _flat(inner, f"{prefix}.{key}" if prefix else key)
         return found
-    return {prefix: str(value)}
+    return {prefix: str(list(value) if isinstance(value, tuple) else value)}

@@ -34,13 +34,19 @@ def sensitivity(
 ) -> Sensitivity | None:
     """Break-even maps of all hypotheses, and a tornado from the scenario's own semantics.
 
+    If these have no slots for what is compared, from those of the first hypothesis that has.
     ``None`` where no hypothesis lets more than one job in flight.
     """
     scenario = plan.scenario
-    limits = sorted({limit for _, limit in plan.gates})
-    if not limits:
+    if not plan.gates:
         return None
-    limit = limits[0]
+    limit = min(limit for _, limit in plan.gates)
+    semantics = scenario.semantics
+    try:
+        semantics.check_in_flight(limit)
+    except ValueError:
+        name = next(name for name, of in plan.gates if of == limit)
+        semantics = scenario.plan.hypothesis(name).semantics
     load = next(each for each in plan.loads if each.saturated)
     seeds = seeds_of(scenario)[:_SWING_SEEDS]
     requests = [requests_of(scenario, load, seed) for seed in seeds]
@@ -51,7 +57,7 @@ def sensitivity(
             on_progress(f"break-even of {hypothesis.name}")
             maps[hypothesis.name] = break_even(scenario, hypothesis.semantics, limit, work)
     on_progress("tornado")
-    start = plan.at_saturation(scenario.semantics, 1)
+    start = plan.at_saturation(semantics, 1)
     found = list(tornado(start, limit, requests, seeds, MIN_GAIN))
     base, swings = found[0], found[1:]
     assert isinstance(base, Interval)
@@ -95,12 +101,14 @@ def write_report(
     )  # fmt: skip
     templates.filters["ns"] = _ns
     templates.filters["change"] = percent
+    templates.filters["share"] = lambda share: "–" if math.isnan(share) else f"{100 * share:.0f} %"
     facts = about_run(plan.scenario, "twin", load_manifest())
     text = templates.get_template("report.html.j2").render(
         plan=plan,
         unknowns=unknowns,
         figures={name: _data_uri(path) for name, path in figures.items()},
         rows=_rows(plan),
+        no_slots=_no_slots(plan),
         answer=_answer(plan),
         figures_assumed=_assumptions(plan.scenario),
         semantics_assumed=[(one.name, one.meaning) for one in plan.hypotheses],
@@ -137,14 +145,12 @@ class _Row:
 
     hypothesis: str
     limit: int
-    saturated: Cell | None
+    saturated: Cell
     gate: Gate | None
-    impossible: str | None = None
 
     @property
     def bound_share(self) -> float:
         """Tokens/s over what no scheduling can exceed."""
-        assert self.saturated is not None
         bound = self.saturated.bound_tokens_per_s
         return self.saturated.interval("loaded_tokens_per_s").estimate / bound if bound else math.nan
 
@@ -154,11 +160,18 @@ def _rows(plan: Plan) -> list[_Row]:
     for hypothesis in plan.hypotheses:
         for limit in plan.limits:
             key = (hypothesis.name, limit)
-            if key in plan.impossible:
-                rows.append(_Row(*key, None, None, plan.impossible[key]))
-            else:
+            if key not in plan.impossible:
                 rows.append(_Row(*key, plan.cell(*key, SATURATED), plan.gates.get(key)))
     return rows
+
+
+def _no_slots(plan: Plan) -> str:
+    """Which limits are left out where, in words; empty if none."""
+    by_limit: dict[int, list[str]] = {}
+    for name, limit in plan.impossible:
+        by_limit.setdefault(limit, []).append(name)
+    words = (f"for {limit} in flight under {', '.join(names)}" for limit, names in by_limit.items())
+    return "; ".join(words)
 
 
 def _answer(plan: Plan) -> dict[str, list[str]]:

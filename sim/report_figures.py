@@ -66,9 +66,7 @@ def _load(curves: list[plots.Curve], slo_ms: float | None, metric: str, path: Pa
 
 
 def _matrix(plan: Plan, path: Path) -> None:
-    rows = [
-        (hypothesis.name, limit) for hypothesis in plan.hypotheses for limit in plan.limits if limit > 1
-    ]
+    rows = list(plan.gates)
     columns = [
         "tokens/s, saturated" if load.saturated else f"TPOT P99 at {load.name} load"
         for load in plan.loads
@@ -79,8 +77,6 @@ def _matrix(plan: Plan, path: Path) -> None:
 
 
 def _matrix_cell(plan: Plan, row: tuple[str, int], load: Load) -> plots.MatrixCell:
-    if row in plan.impossible:
-        return plots.MatrixCell("IMPOSSIBLE")
     cell, base = plan.cell(*row, load.name), plan.cell(row[0], 1, load.name)
     change = cell.tokens_gain if load.saturated else cell.tpot_change
     if change is None or cell.unserved or base.unserved or not math.isfinite(change.estimate):
@@ -92,20 +88,10 @@ def _matrix_cell(plan: Plan, row: tuple[str, int], load: Load) -> plots.MatrixCe
 
 def _gain(plan: Plan, path: Path) -> None:
     rows = []
-    for hypothesis in plan.hypotheses:
-        for limit in plan.limits:
-            key = (hypothesis.name, limit)
-            if limit == 1:
-                continue
-            if key in plan.impossible:
-                note = f"no slot for {limit}"
-                rows.append(plots.GainRow(*key, Interval(math.nan, -math.inf, math.inf, 0), note=note))
-                continue
-            gate = plan.gates[key]
-            base = plan.cell(hypothesis.name, 1, SATURATED).interval("loaded_tokens_per_s").estimate
-            bound = plan.cell(*key, SATURATED).bound_tokens_per_s
-            most = bound / base - 1 if base else None
-            rows.append(plots.GainRow(*key, gate.gain, most))
+    for (name, limit), gate in plan.gates.items():
+        base = plan.cell(name, 1, SATURATED).interval("loaded_tokens_per_s").estimate
+        bound = plan.cell(name, limit, SATURATED).bound_tokens_per_s
+        rows.append(plots.GainRow(name, limit, gate.gain, bound / base - 1 if base else None))
     plots.gain_bars(rows, MIN_GAIN, path)
 
 

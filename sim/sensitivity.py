@@ -157,6 +157,10 @@ def _host(name: str, factor: float) -> Callable[[Scenario], Scenario]:
     return change
 
 
+def _hosts(name: str) -> tuple[tuple[str, Callable[[Scenario], Scenario]], ...]:
+    return ("÷ 4", _host(name, 0.25)), ("× 4", _host(name, 4))
+
+
 def _link(factor: float) -> Callable[[Scenario], Scenario]:
     def change(scenario: Scenario) -> Scenario:
         def scaled(transfer: Transfer) -> Transfer:
@@ -220,14 +224,14 @@ UNKNOWNS: tuple[Unknown, ...] = (
         (("once idle", _semantics(completion_signal="compute_idle")),),
     ),
     Unknown("may a later job return first?", (("yes", _semantics(completion_order="any")),)),
-    Unknown("infer() call: ÷ 4 to × 4", (("÷ 4", _host("submit", 0.25)), ("× 4", _host("submit", 4)))),
+    Unknown("how long does infer() take?", _hosts("submit")),
     Unknown(
-        "postprocessing: ÷ 4 to × 4",
-        (("÷ 4", _host("postprocess", 0.25)), ("× 4", _host("postprocess", 4))),
+        "how long does postprocessing take?",
+        _hosts("postprocess"),
     ),
-    Unknown("client work: ÷ 4 to × 4", (("÷ 4", _host("client", 0.25)), ("× 4", _host("client", 4)))),
-    Unknown("PCIe bandwidth: ÷ 4 to × 2", (("÷ 4", _link(0.25)), ("× 2", _link(2)))),
-    Unknown("compute: ÷ 4 to × 2", (("÷ 4", _compute(0.25)), ("× 2", _compute(2)))),
+    Unknown("how long does the client take?", _hosts("client")),
+    Unknown("what is the PCIe bandwidth?", (("÷ 4", _link(0.25)), ("× 2", _link(2)))),
+    Unknown("how long does compute take?", (("÷ 4", _compute(0.25)), ("× 2", _compute(2)))),
 )
 
 
