@@ -26,7 +26,8 @@ from .errors import InputError
 
 # What any run may leave in its folder: the next one there, of whatever kind, removes all of it.
 RESULT_FILES = ("jobs.parquet", "requests.parquet", "summary.json", "trace.json", "timeline.svg",
-                "plan.json", "report.html", "comparison.svg", "utilisation.svg",
+                "plan.json", "plan.parquet", "sensitivity.json", "report.html", "matrix.svg",
+                "gain.svg", "load-*.svg", "kv.svg", "break-even.svg", "tornado.svg",
                 "timeline-*.svg", "sweep.jsonl", "sweep.parquet", "sweep.parquet.tmp")  # fmt: skip
 _LOCK = ".caltrio.lock"
 _LEAST_WIDTH = 120  # columns; a terminal that is narrower wraps lines, but loses nothing
