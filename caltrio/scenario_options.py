@@ -35,14 +35,22 @@ class _Duration(click.ParamType[int]):
         return ns
 
 
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 DURATION = _Duration()
 _POSITIVE = click.IntRange(min=1, max=10**9)
-_RATE = click.FloatRange(min=0, min_open=True, max=1e9)
+RATE = click.FloatRange(min=0, min_open=True, max=1e9)
 
 scenario_argument = click.argument(
     "scenario_file", metavar="[SCENARIO.toml]", required=False, type=click.Path(path_type=Path)
 )
 seed_option = click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of all random streams.")
+_RATE_OPTION = click.option(
+    "--rate", type=RATE, help="Requests per second; rescales a trace to this mean."
+)
+_LIMIT_OPTION = click.option(
+    "--max-inflight", type=click.IntRange(1, 4096), help="Jobs in flight at once."
+)
 _OPTIONS = (
     click.option("--workload", "trace", type=click.Path(), help="A request trace; see --format."),
     click.option(
@@ -58,9 +66,9 @@ _OPTIONS = (
         type=click.Choice([kind.value for kind in ArrivalKind]),
         help="How requests arrive; with --workload its own times.",
     ),
-    click.option("--rate", type=_RATE, help="Requests per second; rescales a trace to this mean."),
-    click.option("--rate-scale", type=_RATE, help="Let a trace arrive so many times as fast."),
-    click.option("--burstiness", type=_RATE, help="CV of gamma interarrival times; 1 is Poisson."),
+    _RATE_OPTION,
+    click.option("--rate-scale", type=RATE, help="Let a trace arrive so many times as fast."),
+    click.option("--burstiness", type=RATE, help="CV of gamma interarrival times; 1 is Poisson."),
     click.option("--clients", type=_POSITIVE, help="Clients of a closed loop."),
     click.option(
         "--lengths",
@@ -71,7 +79,7 @@ _OPTIONS = (
     click.option("--output-tokens", type=click.IntRange(0, 10**9), help="Output length, or its mean."),
     click.option("--limit", type=_POSITIVE, help="Only the first so many requests."),
     click.option("--semantics", "preset_name", help="A hypothesis; see 'caltrio semantics'."),
-    click.option("--max-inflight", type=click.IntRange(1, 4096), help="Jobs in flight at once."),
+    _LIMIT_OPTION,
     click.option(
         "--sequences", type=click.IntRange(1, 100_000), help="Sequences that hold KV at once."
     ),
@@ -108,9 +116,22 @@ _OPTIONS = (
 
 def scenario_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the options that :func:`read_scenario` knows."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    return scenario_options_but()(command)
+
+
+def scenario_options_but(rate: Option = _RATE_OPTION, max_inflight: Option = _LIMIT_OPTION) -> Option:
+    """As :func:`scenario_options`, with a command's own options for ``--rate`` and ``--max-inflight``.
+
+    The command then says itself which of these :func:`read_scenario` gets.
+    """
+    instead = {_RATE_OPTION: rate, _LIMIT_OPTION: max_inflight}
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(_OPTIONS):
+            command = instead.get(option, option)(command)
+        return command
+
+    return decorate
 
 
 def read_scenario(file: Path | None, options: Mapping[str, Any]) -> Scenario:

@@ -22,7 +22,7 @@ from caltrio.config import ExecutorConfig
 from caltrio.errors import InputError
 from caltrio.manifest import load_manifest
 from caltrio.observe.metrics import RequestFacts, Slo
-from caltrio.scenario import Scenario, preset
+from caltrio.scenario import Scenario
 from caltrio.semantics import EngineSemantics
 from caltrio.units import NS_PER_S
 from caltrio.workload.requests import stream
@@ -114,7 +114,7 @@ class Traffic:
     Attributes:
         workload: with open arrivals.
         base: the folder that a relative trace is taken from.
-        rows: the requests of the trace, ``[n, 3]`` as of ``request_array``; ``None`` for made-up arrivals.
+        rows: the trace's requests, ``[n, 3]`` as of ``request_array``; ``None`` for made-up arrivals.
         block: successive requests that stay together.
         was_closed: arrivals were closed, and are now Poisson.
     """
@@ -138,7 +138,7 @@ class Traffic:
         block = min(self.block, size)
         starts = stream(seed, "blocks").integers(size, size=-(-count // block))
         index = ((starts[:, None] + np.arange(block)) % size).ravel()[:count]
-        drawn = self.rows[index]
+        drawn: Array = self.rows[index]
         gaps = np.diff(self.rows[:, 0]).astype(np.float64)
         gaps *= NS_PER_S / gaps.mean()
         gaps = np.concatenate([[NS_PER_S], gaps])[index]  # the first of the trace has no gap: the mean
@@ -205,18 +205,24 @@ class Question:
 
 
 def cells_of(
-    scenario: Scenario, hypotheses: Iterable[str], limits: Iterable[int]
+    scenario: Scenario, hypotheses: Iterable[str], limits: Iterable[int], *, possible: bool = False
 ) -> tuple[tuple[str, EngineSemantics, int], ...]:
     """Each hypothesis with each in-flight limit; ``own`` is the scenario's semantics.
 
-    Raises ``ValueError`` for an unknown hypothesis, or a limit that cannot work with one.
+    Raises ``ValueError`` for an unknown hypothesis, or for a limit that cannot work with one, unless
+    only what is ``possible`` is wanted.
     """
     cells = []
     limits = list(limits)
     for name in hypotheses:
-        semantics = scenario.semantics if name == OWN else preset(name)
+        semantics = scenario.semantics if name == OWN else scenario.plan.hypothesis(name).semantics
         for limit in limits:
-            semantics.check_in_flight(limit)
+            try:
+                semantics.check_in_flight(limit)
+            except ValueError as error:
+                if possible:
+                    continue
+                raise ValueError(f"{name}: {error}") from error
             cells.append((name, semantics, limit))
     return tuple(cells)
 
@@ -239,17 +245,18 @@ def check(question: Question) -> Array:
     limits, objective = question.scenario.executor, question.objective
     fits = servable(unit, limits)
     if not fits.any():
+        shortest = int((unit[:, 1] + np.maximum(unit[:, 2] - 1, 0)).min())
         raise InputError(
             "capacity", "",
-            f"no request can be served: the shortest needs {int((unit[:, 1] + np.maximum(unit[:, 2] - 1, 0)).min()):,} "
-            f"tokens of KV, above the card's {limits.kv_capacity_tokens:,} or the model's "
-            f"{load_manifest().max_seq:,}",
+            f"no request can be served: the shortest needs {shortest:,} tokens of KV, and the card "
+            f"has {limits.kv_capacity_tokens:,}, the model {load_manifest().max_seq:,} positions",
             "shorten the requests, or raise kv_capacity_tokens",
         )  # fmt: skip
     for bound, least, name in ((objective.ttft_ns, 1, "TTFT"), (objective.tpot_ns, 2, "TPOT")):
         if bound is not None and not (unit[fits, 2] >= least).any():
             raise InputError(
-                "capacity", "", f"no request has {least} output token{'s' * (least > 1)}, so none has a {name}",
+                "capacity", "",
+                f"no request has {least} output token{'s' * (least > 1)}, so none has a {name}",
                 f"give more output tokens, or no bound on {name}",
             )  # fmt: skip
     return unit
@@ -263,42 +270,58 @@ class Found:
         rate: requests a second up to which the objective holds on one card; 0.0 for none.
         missed: what is missed just above it; ``("saturation",)`` where the card cannot serve more.
         saturation: requests a second that the card completes when its sequences are never free.
-        alone_ttft_ns, alone_tpot_ns: P99 with one request at a time; NaN where unknown.
+        alone_ttft_ns, alone_tpot_ns: P99 with one request at a time; NaN where that was not run.
         alone_missed: what is missed even so.
         cards: the fewest that hold the wanted rate; ``None`` if there is none up to the most.
-        cards_missed: what is missed with one card less.
     """
 
     rate: float
     missed: tuple[str, ...]
     saturation: float
-    alone_ttft_ns: float
-    alone_tpot_ns: float
-    alone_missed: tuple[str, ...]
+    alone_ttft_ns: float = math.nan
+    alone_tpot_ns: float = math.nan
+    alone_missed: tuple[str, ...] = ()
     cards: int | None = None
-    cards_missed: tuple[str, ...] = ()
 
 
-def replication(question: Question, seed: int) -> list[Found]:
+def replication(question: Question, seed: int, hints: Sequence[Found] | None = None) -> list[Found]:
     """What the replication with ``seed`` says of each cell of ``question``, in their order.
 
-    Raises :class:`~caltrio.errors.InputError` if the twin does not cover a cell.
+    ``hints`` are what another replication said: where to look first. Raises
+    :class:`~caltrio.errors.InputError` if the twin does not cover a cell.
     """
     unit = question.traffic.draw(seed, question.requests)
+    known: dict[object, Found] = {}
+    before: dict[int, int] = {}  # in-flight limit: the last cell with it
     found: list[Found] = []
-    before: dict[int, Found] = {}  # hypotheses differ little: where the last one's search ended
-    for name, semantics, limit in question.cells:
-        executor = evolve(question.scenario.executor, max_inflight=limit)
-        scenario = evolve(
-            question.scenario,
-            seed=seed,
-            semantics=semantics,
-            executor=executor,
-            workload=question.traffic.workload,
-        )
-        before[limit] = _Card(question, scenario, name, unit).found(before.get(limit))
-        found.append(before[limit])
+    for index, (name, semantics, limit) in enumerate(question.cells):
+        # With one job on the device at a time there is nothing for the semantics to decide.
+        key = (semantics if limit > 1 else None, limit)
+        if key not in known:
+            scenario = evolve(
+                question.scenario,
+                seed=seed,
+                semantics=semantics,
+                executor=evolve(question.scenario.executor, max_inflight=limit),
+                workload=question.traffic.workload,
+            )
+            hint, last = None if hints is None else hints[index], before.get(limit)
+            if hint is not None and hints is not None and last is not None:
+                hint = _moved(hint, hints[last], found[last])
+            known[key] = _Card(question, scenario, name, unit).found(hint)
+        before[limit] = index
+        found.append(known[key])
     return found
+
+
+def _moved(hint: Found, last: Found, now: Found) -> Found:
+    """``hint``, moved as the cell before has moved from ``last`` to ``now``."""
+    rate, cards = hint.rate, hint.cards
+    if last.rate and now.rate:
+        rate *= now.rate / last.rate
+    if cards and last.cards and now.cards:
+        cards = max(1, round(cards * now.cards / last.cards))
+    return evolve(hint, rate=rate, cards=cards)
 
 
 @frozen
@@ -310,48 +333,59 @@ class _Card:
     hypothesis: str
     unit: Array
 
-    def found(self, before: Found | None) -> Found:
-        alone = self._closed(1)
-        fits = self._counted(self.unit)
-        if alone is None:
-            ttft, tpot, alone_missed, floor = math.nan, math.nan, ("faults",), 0.0
-        else:
-            ttft, tpot = (
-                float(np.percentile(each, 99)) if len(each) else math.nan
-                for each in latencies(alone, fits & alone.completed)
-            )
-            alone_missed = self.question.objective.missed(alone, fits)
-            floor = _completion_rate(alone) / _LOW_LOAD
-        if alone_missed or floor == 0.0:
-            return Found(0.0, alone_missed, math.nan, ttft, tpot, alone_missed)
+    def found(self, hint: Found | None) -> Found:
+        alone = None
+        if hint is None or hint.alone_missed:
+            alone = self._alone()
+            if alone.alone_missed:
+                return alone
         loaded = self._closed(self.scenario.executor.max_active_sequences)
-        saturation = math.inf if loaded is None else _completion_rate(loaded)
-        guess = before.rate if before and before.rate else min(saturation, floor * _LOW_LOAD) / 3
-        rate, missed = critical_rate(self._missed_at, guess, floor, saturation)
+        # Where a deadline keeps it from being saturated, that deadline is missed sooner.
+        most = math.inf if loaded is None else _completion_rate(loaded)
+        start = 1.0 if loaded is None else most / 3
+        guess = hint.rate if hint and hint.rate else start
+        rate, missed = critical_rate(self._missed_at, guess, start / _LOW_LOAD, most)
+        if not rate and alone is None:
+            alone = self._alone()
+            if alone.alone_missed:
+                return alone
+        said = Found(rate, missed, most) if alone is None else evolve(
+            alone, rate=rate, missed=missed, saturation=most
+        )  # fmt: skip
         if self.question.rate is None:
-            return Found(rate, missed, saturation, ttft, tpot, alone_missed)
-        cards, cards_missed = self._cards(saturation, before and before.cards)
-        return Found(rate, missed, saturation, ttft, tpot, alone_missed, cards, cards_missed)
+            return said
+        return evolve(said, cards=self._cards(most, hint.cards if hint else None))
 
-    def _cards(self, saturation: float, guess: int | None) -> tuple[int | None, tuple[str, ...]]:
+    def _alone(self) -> Found:
+        facts, counted = self._closed(1), self._counted(self.unit)
+        if facts is None:
+            return Found(0.0, ("faults",), math.nan, alone_missed=("faults",))
+        missed = self.question.objective.missed(facts, counted)
+        ttft, tpot = (
+            float(np.percentile(each, 99)) if len(each) else math.nan
+            for each in latencies(facts, counted & facts.completed)
+        )
+        return Found(0.0, missed, math.nan, ttft, tpot, missed)
+
+    def _cards(self, saturation: float, guess: int | None) -> int | None:
         question = self.question
         assert question.rate is not None
         least = question.rate / saturation
         if least > question.most_cards:
-            return None, ()
+            return None
         count = max(question.requests, math.ceil(REQUESTS_PER_CARD * least))
         seed = self.scenario.seed
         requests = at_rate(question.traffic.draw(seed, count), question.rate)
         counted = self._counted(requests)
 
-        def missed_with(cards: int) -> tuple[str, ...]:
+        def holds(cards: int) -> bool:
             try:
                 facts = run_fleet(self.scenario, requests, cards, question.router).facts
             except InputError:  # a card's executor would come to distrust its device
-                return ("faults",)
-            return self._judge(facts, counted)
+                return False
+            return not self._judge(facts, counted)
 
-        return critical_cards(missed_with, guess or math.ceil(least), question.most_cards)
+        return critical_cards(holds, guess or math.ceil(least), question.most_cards)
 
     def _counted(self, requests: Array) -> NDArray[np.bool_]:
         """The requests that are judged: after warm-up, and such as can be served at all."""
@@ -414,7 +448,8 @@ def critical_rate(
     more than once, this is one of the changes. 0.0 if nothing down to ``floor`` holds; ``most`` if
     that does.
     """
-    low, high, missed = 0.0, math.inf, ("saturation",)
+    missed: tuple[str, ...] = ("saturation",)
+    low, high = 0.0, math.inf
     rate, step = min(max(guess, floor), most), 1.02
     while low == 0.0 or math.isinf(high):
         found = missed_at(rate)
@@ -439,23 +474,23 @@ def critical_rate(
     return low, missed
 
 
-def critical_cards(
-    missed_with: Callable[[int], tuple[str, ...]], guess: int, most: int
-) -> tuple[int | None, tuple[str, ...]]:
-    """The fewest cards that hold, and what one card less misses; ``None`` if not even ``most`` do."""
-    low, high, missed = 0, most + 1, ()  # low misses, high holds
+def critical_cards(holds: Callable[[int], bool], guess: int, most: int) -> int | None:
+    """The fewest cards that hold where one card less does not; ``None`` if ``most`` do not hold."""
+    low, high = 0, most + 1  # low does not hold, high does
     cards, step = min(max(guess, 1), most), 1
-    tried: tuple[str, ...] = missed
     while high - low > 1:
-        tried = missed_with(cards)
-        if tried:
-            low, missed = cards, tried
-            cards = low + step if high > most else (low + high) // 2
-        else:
+        if holds(cards):
             high = cards
-            cards = high - step if low == 0 else (low + high) // 2
-        cards, step = min(max(cards, 1), most), 2 * step
-    return (None if high > most else high), missed
+        else:
+            low = cards
+        if high > most:
+            cards = min(low + step, most)
+        elif low == 0:
+            cards = max(high - step, 1)
+        else:
+            cards = (low + high) // 2
+        step *= 2
+    return high if high <= most else None
 
 
 @frozen
@@ -467,8 +502,8 @@ class Cell:
         held: share of the replications whose own critical rate is ``holds_at`` or more.
         limited_by: what most replications miss just above their critical rate.
         saturation: mean, requests a second.
-        alone_ttft_ns, alone_tpot_ns: mean P99 of one request at a time.
-        alone_missed: what at least half of the replications miss even so.
+        alone_ttft_ns, alone_tpot_ns: P99 of one request at a time, in the first replication.
+        alone_missed: what that misses.
         cards: interval of the critical number of cards; ``None`` if it was not asked for, or if a
             replication takes more than the most.
         cards_held: share of the replications that ``cards_needed`` is enough for.
@@ -523,9 +558,9 @@ def cells_from(question: Question, replications: Sequence[Sequence[Found]]) -> l
                 float(np.mean([each.rate >= max(0.0, rate.low) for each in found])),
                 _often(each.missed for each in found),
                 float(np.mean([each.saturation for each in found])),
-                float(np.mean([each.alone_ttft_ns for each in found])),
-                float(np.mean([each.alone_tpot_ns for each in found])),
-                _often(each.alone_missed for each in found),
+                found[0].alone_ttft_ns,
+                found[0].alone_tpot_ns,
+                found[0].alone_missed,
                 cards,
                 0.0 if cards is None else float(np.mean([c <= _up(cards.high) for c in counts])),
                 found,
@@ -559,18 +594,19 @@ def find_capacity(
         InputError: the requests cannot answer the question, or the twin does not cover a cell.
     """
     check(question)
-    seeds = [question.scenario.seed + index for index in range(replications)]
+    first, *seeds = [question.scenario.seed + index for index in range(replications)]
+    made = [replication(question, first)]
+    on_replication()
     if executor is None:
-        made = []
         for seed in seeds:
-            made.append(replication(question, seed))
+            made.append(replication(question, seed, made[0]))
             on_replication()
         return cells_from(question, made)
-    futures = [executor.submit(replication, question, seed) for seed in seeds]
+    futures = [executor.submit(replication, question, seed, made[0]) for seed in seeds]
     for future in as_completed(futures):
         future.result()
         on_replication()
-    return cells_from(question, [future.result() for future in futures])
+    return cells_from(question, [*made, *(future.result() for future in futures)])
 
 
 def output_tokens(question: Question, replications: int) -> float:
@@ -584,7 +620,13 @@ def output_tokens(question: Question, replications: int) -> float:
 
 
 def cost_per_million(cards: float, price: float, rate: float, tokens: float) -> float:
-    """Price of a million output tokens: ``cards`` at ``price`` an hour each, for ``rate`` requests a
-    second of ``tokens`` output tokens; NaN if there are none."""
+    """Price of a million output tokens; NaN if there are none.
+
+    Args:
+        cards: how many serve them.
+        price: of one for an hour.
+        rate: requests a second.
+        tokens: output tokens of a request, on average.
+    """
     per_hour = rate * tokens * 3_600
     return cards * price / per_hour * 1e6 if per_hour else math.nan
