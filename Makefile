@@ -9,11 +9,12 @@ NATIVE_SOURCES := $(wildcard $(NATIVE)/shim/*.cpp $(NATIVE)/emulator/*.cpp $(NAT
 NATIVE_HEADERS := $(wildcard $(NATIVE)/*/*.h $(NATIVE)/*/*.hpp $(NATIVE)/include/calrt/*.hpp)
 COMMA := ,
 STRESS_LOOPS ?= 1000
+TRACE ?= $(firstword $(wildcard ../*/traces/AzureLLMInferenceTrace_conv.csv))
 STRESS_SEED ?= 1
 # ThreadSanitizer of an older compiler cannot live with much randomisation of the address space.
 SAME_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: plan native test check fuzz sanitize soak bench bench-hw wheels notebooks format clean help
+.PHONY: plan native test check fuzz parity sanitize soak bench bench-hw wheels notebooks format clean help
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -21,6 +22,8 @@ help:
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,notebooks]'
+	@echo "compiling the twin (once, about half a minute)"
+	@$(BIN)/python -m sim.fast
 	@touch $@
 
 ## make plan       verdict per hypothesis, and out/plan/report.html
@@ -48,6 +51,10 @@ fuzz: $(INSTALLED)
 	$(BIN)/caltrio faults --random 1000 --seed 1
 	$(BIN)/caltrio faults --random 1000 --seed 2 --max-inflight 2
 
+## make parity     5,000 random scenarios: the compiled twin and the executor, the same tables (minutes)
+parity: $(INSTALLED)
+	CALTRIO_PARITY_EXAMPLES=5000 $(BIN)/python -m pytest tests/sim/test_parity.py --timeout 3600
+
 ## make sanitize   shim and emulator under ThreadSanitizer and AddressSanitizer/UBSan, 1,000 loops
 sanitize: out/sanitize/thread/run out/sanitize/address/run
 	TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1 $$TSAN_OPTIONS" \
@@ -71,8 +78,10 @@ $(eval $(call sanitized,address,-fsanitize=address$(COMMA)undefined -fno-sanitiz
 soak: $(INSTALLED)
 	$(BIN)/caltrio soak --hours 24 --device sim --seed 1
 
-## make bench      speed of the executor in the loop, logits, idle CPU, memory of a million steps
+## make bench      speed of the twin and of the executor in the loop, logits, idle CPU, memory
+##                 (TRACE=file.csv: a request trace; the Azure conversation trace where it is at hand)
 bench: $(INSTALLED)
+	$(BIN)/python benchmarks/twin.py $(if $(TRACE),--trace $(TRACE))
 	$(BIN)/python benchmarks/executor_loop.py
 	$(BIN)/python benchmarks/logits.py
 	$(BIN)/python benchmarks/idle.py
