@@ -45,7 +45,7 @@ DEFAULT_SCENARIO = Path(__file__).parent / "scenarios" / "plan.toml"
 
 MIN_GAIN = 0.10  # §13.3: aggregate tokens/s up by at least this
 MAX_TPOT_P99 = 0.05  # §13.3: single-request TPOT P99 worse by at most this
-CHECKED_REQUESTS = 40  # of each cell at saturation that the executor itself runs too
+CHECKED_REQUESTS = 24  # of each cell at saturation that the executor itself runs too
 
 Verdict = Literal["PASS", "FAIL", "UNDECIDED", "UNDEFINED"]
 

@@ -43,7 +43,11 @@ BASE = Scenario(
 
 def planned(tmp_path, scenario):
     tmp_path.mkdir(exist_ok=True)
-    plan = make_plan(scenario, tmp_path)
+    return make_plan(scenario, tmp_path)
+
+
+def reported(tmp_path, scenario):
+    plan = planned(tmp_path, scenario)
     write_report(plan, sensitivity(plan), tmp_path, command="caltrio plan")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     plain = re.sub(r'src="data:[^"]*"', "", page)
@@ -57,7 +61,7 @@ def planned(tmp_path, scenario):
 
 def test_pass_and_fail(tmp_path):
     timing = profile(compute=8 * MS, jitter=JITTER)
-    plan, page = planned(tmp_path, evolve(BASE, timing=timing))
+    plan, page = reported(tmp_path, evolve(BASE, timing=timing))
     serial, pipelined = plan.gates["serial", 2], plan.gates["die-pipelined", 2]
     assert serial.verdict == "FAIL"
     assert serial.gain.estimate == pytest.approx(0, abs=0.01)
@@ -75,14 +79,14 @@ def test_pass_and_fail(tmp_path):
 
 
 def test_host_work_that_is_hidden_passes_even_when_serial(tmp_path):
-    plan, _ = planned(tmp_path, evolve(BASE, timing=profile(submit=4 * MS, compute=8 * MS)))
+    plan = planned(tmp_path, evolve(BASE, timing=profile(submit=4 * MS, compute=8 * MS)))
     assert plan.gates["serial", 2].gain.low > 0.3
 
 
 @pytest.mark.parametrize("output", [0, 1])
 def test_without_two_tokens_the_gates_are_undefined(tmp_path, output):
     lengths = Lengths("fixed", prompt_tokens=10, output_tokens=output)
-    plan, _ = planned(tmp_path, evolve(BASE, workload=evolve(BASE.workload, lengths=lengths)))
+    plan, _ = reported(tmp_path, evolve(BASE, workload=evolve(BASE.workload, lengths=lengths)))
     assert {gate.verdict for gate in plan.gates.values()} == {"UNDEFINED"}
 
 
@@ -90,7 +94,7 @@ def test_without_two_tokens_the_gates_are_undefined(tmp_path, output):
     "limits", [{"execution_timeout_ns": MS, "grace_ns": 1}, {"kv_capacity_tokens": 9}]
 )
 def test_requests_that_were_not_served_pass_no_gate(tmp_path, limits):
-    plan, _ = planned(tmp_path, evolve(BASE, executor=ExecutorConfig(**limits)))
+    plan = planned(tmp_path, evolve(BASE, executor=ExecutorConfig(**limits)))
     for gate in plan.gates.values():
         assert gate.verdict == "UNDEFINED"
         assert "not every request was served" in gate.why
@@ -149,10 +153,10 @@ def test_one_seed_one_digest(tmp_path):
 
 
 def test_what_changed(tmp_path):
-    plan, _ = planned(tmp_path / "before", evolve(BASE, timing=profile(compute=8 * MS, jitter=JITTER)))
+    plan = planned(tmp_path / "before", evolve(BASE, timing=profile(compute=8 * MS, jitter=JITTER)))
     earlier = read_plan(tmp_path / "before")
     assert changes(earlier, plan.to_json()) == []
-    now, _ = planned(tmp_path / "now", evolve(BASE, timing=profile(compute=8 * MS, submit=4 * MS)))
+    now = planned(tmp_path / "now", evolve(BASE, timing=profile(compute=8 * MS, submit=4 * MS)))
     found = {change.what: (change.before, change.now) for change in changes(earlier, now.to_json())}
     assert found["verdict of serial, 2 in flight"] == ("FAIL", "PASS")
     assert found["setting timing.submit.time.value"] == ("0", str(4 * MS))
