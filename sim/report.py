@@ -24,7 +24,7 @@ from .compare import Change
 from .plan import MIN_GAIN, Cell, Gate, Plan, percent, requests_of, seeds_of
 from .report_figures import draw_figures
 from .sensitivity import RATIOS, SEQUENCES, Sensitivity, Swing, break_even, hidden_share, tornado
-from .stats import Interval
+from .stats import Interval, LoadState
 
 _SWING_SEEDS = 5  # replications behind each bar of the tornado
 
@@ -109,6 +109,11 @@ def write_report(
         figures={name: _data_uri(path) for name, path in figures.items()},
         rows=_rows(plan),
         no_slots=_no_slots(plan),
+        unstable=[
+            f"{cell.hypothesis}, {cell.max_inflight} in flight at {cell.load}: {cell.state.value}"
+            for cell in plan.cells
+            if cell.state is not LoadState.STABLE
+        ],
         answer=_answer(plan),
         figures_assumed=_assumptions(plan.scenario),
         semantics_assumed=[(one.name, one.meaning) for one in plan.hypotheses],
