@@ -1,5 +1,7 @@
 """What-ifs of the workload, on the executor itself: order, chunks, client time, sampling."""
 
+import itertools
+
 import numpy as np
 import pytest
 from attrs import evolve
@@ -58,9 +60,7 @@ def test_a_prompt_in_chunks(chunk, tokens):
     # The client samples once for each token, not for each chunk: only then does a token count.
     assert done.requests.to_pylist()[0]["tokens_out"] == 3
     assert done.summary.itl.count == 2
-    waits = [
-        later["accepted_ns"] - row["answered_ns"] for row, later in zip(jobs, jobs[1:], strict=False)
-    ]
+    waits = [later["accepted_ns"] - row["answered_ns"] for row, later in itertools.pairwise(jobs)]
     assert waits == [0] * (len(tokens) - 1) + [100 * US] * 2
 
 
@@ -110,8 +110,9 @@ def test_chunks_carry_tokens_in_real_time():
 
 def test_the_command_line(tmp_path, capsys):
     words = ["simulate", "--limit", "4", "--prompt-tokens", "9", "--output-tokens", "2",
-             "--clients", "2", "--prefill-chunk", "4", "--order", "decode_first", "--sampling", "device",
-             "--client-time", "1ms", "--kv-policy", "grow", "--admission-timeout", "1s"]  # fmt: skip
+             "--clients", "2", "--prefill-chunk", "4", "--order", "decode_first", "--sampling",
+             "device", "--client-time", "1ms", "--kv-policy", "grow",
+             "--admission-timeout", "1s"]  # fmt: skip
     assert caltrio(words) == 0
     assert "16 jobs" in capsys.readouterr().out  # three chunks and a decode step, four times
     assert caltrio([*words[:-2]]) == 2  # sequences that grow may wait for each other
