@@ -45,6 +45,7 @@ MOST_CARDS = 200
 REQUESTS_PER_CARD = 20
 _LOW_LOAD = 1_000  # of the rate of requests served one by one, the part below which we do not look
 _MOST_NS = 2**61
+_MOST_ROWS = 8_000_000  # requests times cards: a gigabyte in each process, and once more as it begins
 _DISTRUST = (k.FAULT_EXECUTION, k.FAULT_INFER, k.FAULT_DRAIN)  # more load makes these worse
 
 Array = NDArray[np.int64]
@@ -238,9 +239,19 @@ def servable(requests: Array, limits: ExecutorConfig) -> NDArray[np.bool_]:
 def check(question: Question) -> Array:
     """The requests of the first replication, if they can answer the question.
 
-    Raises :class:`~caltrio.errors.InputError` if no request can be served, or none has the latency
-    that is bounded.
+    Raises :class:`~caltrio.errors.InputError` if no request can be served, none has the latency
+    that is bounded, or the largest fleet takes too much memory.
     """
+    most = question.most_cards
+    if (
+        question.rate is not None
+        and max(question.requests, REQUESTS_PER_CARD * most) * most > _MOST_ROWS
+    ):
+        raise InputError(
+            "capacity", "",
+            f"runs of {question.requests:,} requests on up to {most:,} cards take too much memory",
+            "give fewer --requests, or a smaller --most-cards",
+        )  # fmt: skip
     unit = question.traffic.draw(question.scenario.seed, question.requests)
     limits, objective = question.scenario.executor, question.objective
     fits = servable(unit, limits)

@@ -55,8 +55,8 @@ _MADE_UP = (ArrivalKind.POISSON, ArrivalKind.GAMMA, ArrivalKind.CONSTANT)
 
 @click.command()
 @scenario_argument
-@click.option("--ttft-p99", type=DURATION, help="Most that P99 of TTFT may be.")
-@click.option("--tpot-p99", type=DURATION, help="Most that P99 of TPOT may be.")
+@click.option("--ttft-p99", type=DURATION, help="Most that P99 of TTFT may be; else as [plan] says.")
+@click.option("--tpot-p99", type=DURATION, help="Most that P99 of TPOT may be; else as [plan] says.")
 @click.option(
     "--goodput",
     type=click.FloatRange(0, 1, min_open=True),
@@ -77,10 +77,10 @@ _MADE_UP = (ArrivalKind.POISSON, ArrivalKind.GAMMA, ArrivalKind.CONSTANT)
     help=f"Which to compare, '{OWN}' for the scenario's [semantics]; else those of its [plan].",
 )
 @click.option("--requests", type=click.IntRange(LEAST_REQUESTS, 10**6), default=1_000,
-              show_default=True, help="Of each run.")  # fmt: skip
+              show_default=True, help="How many each run has.")  # fmt: skip
 @click.option("--replications", type=click.IntRange(2, 1_000), default=10, show_default=True,
               help="Runs at each rate, with seeds from the scenario's on.")  # fmt: skip
-@click.option("--most-cards", type=click.IntRange(1, 2_000), default=MOST_CARDS, show_default=True,
+@click.option("--most-cards", type=click.IntRange(1, 600), default=MOST_CARDS, show_default=True,
               help="The largest fleet to simulate.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(1), help="Processes; one a core.")
 @json_option

@@ -91,7 +91,12 @@ def test_the_fewest_cards(guess, edge):
 
 def test_more_cards_than_the_most():
     asked = []
-    assert critical_cards(lambda cards: asked.append(cards), 5, 100) is None
+
+    def holds(cards):
+        asked.append(cards)
+        return False
+
+    assert critical_cards(holds, 5, 100) is None
     assert asked[-1] == 100
 
 
@@ -494,6 +499,7 @@ def test_a_bound_below_one_request_is_said_with_its_figure(tiny, capsys):
         (["--tpot-p99", "1ms", "--max-inflight", "3"], "above the 2 engine slots"),
         (["--tpot-p99", "1ms", "--limit", "300"], "how many a run has is --requests"),
         (["--tpot-p99", "1ms", "--requests", "100"], "is not in the range"),
+        (["--tpot-p99", "1ms", "--rate", "5", "--requests", "100000"], "take too much memory"),
         (["--tpot-p99", "1ms", "--kv-tokens", "1"], "no request can be served"),
         (["--tpot-p99", "1ms", "--lengths", "fixed", "--output-tokens", "1"], "none has a TPOT"),
         (["--ttft-p99", "1ms", "--lengths", "fixed", "--output-tokens", "0"], "none has a TTFT"),
