@@ -180,7 +180,10 @@ def run_fleet(
         why_not = WHY_NOT.get(int(row[STATUS]))
         if why_not is not None:
             raise InputError("fleet", "", f"is not simulated with faults ({why_not})", "lower the load")
-    return FleetRun(_gather(memory, requests, place), place[:, 0])
+    facts = _gather(memory, requests, place)
+    if (facts.ended_ns < 0).any() or (place < 0).any():
+        raise InputError("fleet", "", f"is not simulated ({WHY_NOT[TOO_LONG]})", "lower the times")
+    return FleetRun(facts, place[:, 0])
 
 
 def _gather(

@@ -922,3 +922,5 @@ def drive(array: Any) -> None:
     advance(m)
     if m[STATUS] == RUNNING and m[GAVE_UP_END] > m[LAST_CLIENT] + m[GRACE]:
         m[STATUS] = FAULT_DRAIN
+    if m[STATUS] == RUNNING and m[ENDED_REQUESTS] < m[REQUESTS]:
+        m[STATUS] = TOO_LONG  # what is due after NEVER never comes

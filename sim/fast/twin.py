@@ -54,7 +54,7 @@ WHY_NOT = {
     k.FAULT_EXECUTION: "an execution deadline passed: the executor distrusts the device",
     k.FAULT_INFER: "infer() did not return in time: the executor distrusts the device",
     k.FAULT_DRAIN: "the device did not return its jobs within the grace time",
-    k.TOO_LONG: "a stage takes more than 52 days",
+    k.TOO_LONG: "a stage takes more than 52 days, or the run 146 years",
     k.TOO_MANY_DIES: f"it covers up to {k.MOST_DIES} compute stages",
 }
 
