@@ -20,7 +20,7 @@ from .kernel import advance, enter, inlined, next_ns, request_at, rule
 from .machine import *
 from .queues import pointer
 from .tables import request_facts
-from .twin import WHY_NOT, build
+from .twin import WHY_NOT, build, cost_table
 
 
 class Router(StrEnum):
@@ -166,12 +166,11 @@ def run_fleet(
     workload = scenario.workload
     if workload.clients is not None:
         raise InputError("fleet", "arrivals", "are closed: a client has one card", "give a rate")
-    machines = []
+    memory = np.tile(build(scenario, np.zeros_like(requests)).m, (cards, 1))
     for number in range(cards):
         # Each card's own jitter: the same request number on two cards is two jobs.
         own = evolve(scenario, seed=stream_seed(scenario.seed, f"card {number}") >> 1)
-        machines.append(build(own, np.zeros_like(requests)).m)
-    memory = np.stack(machines)
+        memory[number, AT_COSTS:AT_ON] = cost_table(own)
     place = np.full((len(requests), 2), NONE)
     room = min(scenario.executor.max_active_sequences, max(len(requests), 1))
     seed = np.uint64(stream_seed(scenario.seed, "router"))

@@ -65,6 +65,17 @@ def request_array(requests: Sequence[Request]) -> NDArray[np.int64]:
     return np.array(flat, np.int64).reshape(-1, 3)
 
 
+def cost_table(scenario: Scenario) -> NDArray[np.int64]:
+    """What stages cost, with the jitter of the scenario's seed."""
+    costs = Costs(
+        scenario.run_timing,
+        load_manifest(),
+        stream_seed(scenario.seed, "jitter"),
+        device_samples=scenario.workload.sampling is Sampling.DEVICE,
+    )
+    return costs.table
+
+
 def build(scenario: Scenario, requests: NDArray[np.int64], *, job_rows: int = 0) -> Machine:
     """A card with its executor before its first request.
 
@@ -78,12 +89,6 @@ def build(scenario: Scenario, requests: NDArray[np.int64], *, job_rows: int = 0)
     semantics, limits, workload = scenario.semantics, scenario.executor, scenario.workload
     semantics.check_in_flight(limits.max_inflight)
     manifest = load_manifest()
-    costs = Costs(
-        scenario.run_timing,
-        manifest,
-        stream_seed(scenario.seed, "jitter"),
-        device_samples=workload.sampling is Sampling.DEVICE,
-    )
     count = len(requests)
     sequences = min(limits.max_active_sequences, max(count, 1))
     groups = 1 if limits.max_inflight == 1 else semantics.engines
@@ -91,7 +96,7 @@ def build(scenario: Scenario, requests: NDArray[np.int64], *, job_rows: int = 0)
     dies = len(semantics.compute_stages)
     waiting = min(limits.max_queue, count) + 2
     machine = lay_out(
-        costs.table,
+        cost_table(scenario),
         requests=count,
         sequences=sequences,
         waiting=waiting,

@@ -419,8 +419,9 @@ def test_azure_conversations_hold_at_the_rate_found_and_not_at_a_tenth_more():
     assert asked.objective.missed(ran, counted) == ("TPOT",)
     one_card = evolve(asked, rate=None)
     fresh = [replication(one_card, seed, cell.found[:1])[0].rate for seed in range(50, 66)]
-    assert np.mean(fresh) >= cell.rate.low
-    assert np.mean(fresh) < 1.1 * cell.rate.high
+    assert cell.rate.low <= np.mean(fresh) < 1.1 * cell.rate.high
+    assert np.mean([each >= cell.holds_at for each in fresh]) > 0.5
+    assert np.mean([each >= 1.1 * cell.rate.high for each in fresh]) < 0.5
 
 
 # --- the command ----------------------------------------------------------------------------------
