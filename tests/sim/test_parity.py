@@ -3,11 +3,12 @@
 import os
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from support import MS, US, profile
+from support import CLOSED, MS, STARTED, US, profile
 
 from caltrio.config import ExecutorConfig, JobOrder, KvPolicy
+from caltrio.events import LifecycleChanged
 from caltrio.scenario import Scenario
 from caltrio.semantics import (
     PRESETS,
@@ -34,8 +35,12 @@ def plain(table):
 
 def same(scenario, requests):
     """Both run; returns the twin's, after having compared everything."""
-    executor = simulate(scenario, requests=requests)
+    events = []
+    executor = simulate(scenario, requests=requests, listeners=[events.append])
     twin = run_twin(scenario, requests, tables=True)
+    # What it leaves to the executor is what ends there in distrust, and nothing else.
+    states = [event.new for event in events if isinstance(event, LifecycleChanged)]
+    assert (twin.executor_because is not None) == (states != [*STARTED, *CLOSED])
     assert plain(twin.requests) == plain(executor.requests)
     ours, theirs = plain(twin.jobs), plain(executor.jobs)
     for name, column in theirs.items():
@@ -44,7 +49,7 @@ def same(scenario, requests):
 
 
 # Durations that collide often: ties are where two implementations differ.
-SHORT = st.sampled_from([0, 1, 2, 5, 10, 50])
+SHORT = st.sampled_from([0, 1, 5, 10, 10, 10, 20, 50])
 JITTERS = st.sampled_from(
     [
         Jitter(),
@@ -54,15 +59,21 @@ JITTERS = st.sampled_from(
         Jitter(Distribution.UNIFORM, 0.5, stages=("postprocess", "compute")),
     ]
 )
-PROFILES = st.builds(
-    lambda submit, h2d, compute, decode, d2h, interrupt, post, client, jitter, slopes: profile(
-        submit=submit * US, h2d=h2d * US + 1, compute=compute * US, decode=decode * US,
-        d2h=d2h * US + 1, interrupt=interrupt * US, post=post * US, client=client * US,
-        jitter=jitter, per_token_ps=slopes[0], per_pair_ps=slopes[1],
-    ),
-    SHORT, SHORT, SHORT, SHORT, SHORT, SHORT, SHORT, SHORT, JITTERS,
-    st.sampled_from([(0, 0), (0, 0), (700, 0), (1_000_000, 333)]),
-)  # fmt: skip
+
+
+def profiles(times):
+    return st.builds(
+        lambda submit, h2d, compute, decode, d2h, interrupt, post, client, jitter, slopes: profile(
+            submit=submit * US, h2d=max(h2d * US, 1), compute=compute * US, decode=decode * US,
+            d2h=max(d2h * US, 1), interrupt=interrupt * US, post=post * US, client=client * US,
+            jitter=jitter, per_token_ps=slopes[0], per_pair_ps=slopes[1],
+        ),
+        times, times, times, times, times, times, times, times, JITTERS,
+        st.sampled_from([(0, 0), (0, 0), (700, 0), (1_000_000, 333)]),
+    )  # fmt: skip
+
+
+PROFILES = st.one_of(profiles(SHORT), profiles(st.sampled_from([0, 10, 10, 20])))
 SEMANTICS = st.builds(
     EngineSemantics,
     engines=st.integers(1, 4),
@@ -78,33 +89,41 @@ SEMANTICS = st.builds(
     completion_order=st.sampled_from(CompletionOrder),
     submit_when_full=st.sampled_from(SubmitWhenFull),
 )
-REQUESTS = st.lists(
-    st.tuples(st.sampled_from([0, 0, 1, 10, 20, 50, 100, 333]), st.integers(0, 40), st.integers(0, 7)),
-    min_size=1,
-    max_size=14,
+REQUEST = st.tuples(
+    st.sampled_from([0, 0, 1, 10, 20, 50, 100, 333]),
+    st.sampled_from([0, 1, 1, 2, 5, 10, 16, 25, 40]),
+    st.integers(0, 7),
+)
+# Few requests shrink well; many are where jobs meet.
+REQUESTS = st.one_of(
+    st.lists(REQUEST, min_size=1, max_size=12), st.lists(REQUEST, min_size=12, max_size=20)
 ).map(
     lambda found: [
         Request(index, arrival * US, prompt, output)
         for index, (arrival, prompt, output) in enumerate(sorted(found, key=lambda row: row[0]))
     ]
 )
-TIMEOUT = st.sampled_from([None, None, 1, 20 * US, 100 * US, 3 * MS])
+TIMEOUT = st.sampled_from([None, None, 1, 20 * US, 100 * US, 200 * US, 3 * MS])
 
 
 @st.composite
 def scenarios(draw):
     grow = draw(st.booleans())
-    admission = draw(TIMEOUT)
+    calm = draw(st.booleans())  # nobody is refused, nothing is late: more jobs meet
+    timeout = st.none() if calm else TIMEOUT
+    admission = draw(timeout)
     semantics = draw(SEMANTICS)
     most = semantics.engines if semantics.submit_when_full is SubmitWhenFull.BUSY else 5
     limits = ExecutorConfig(
         max_inflight=draw(st.integers(1, most)),
-        max_active_sequences=draw(st.integers(1, 6)),
-        max_queue=draw(st.sampled_from([0, 1, 3, 50])),
-        kv_capacity_tokens=draw(st.sampled_from([12, 45, 60, 100, 1000])),
-        admission_timeout_ns=admission if admission or not grow else 100 * US,
-        queue_timeout_ns=draw(TIMEOUT),
-        execution_timeout_ns=draw(st.sampled_from([None, None, None, 5 * MS, 60 * US])),
+        max_active_sequences=draw(st.sampled_from([1, 2, 3, 4, 6, 9])),
+        max_queue=50 if calm else draw(st.sampled_from([0, 1, 3, 50])),
+        kv_capacity_tokens=1000 if calm else draw(st.sampled_from([12, 45, 45, 60, 100])),
+        admission_timeout_ns=admission if admission or not grow else (100 * MS if calm else 100 * US),
+        queue_timeout_ns=draw(timeout),
+        execution_timeout_ns=draw(
+            st.none() if calm else st.sampled_from([None, None, None, 5 * MS, 60 * US])
+        ),
         grace_ns=draw(st.sampled_from([60_000 * MS, 60_000 * MS, 10 * US])),
         kv_policy=KvPolicy.GROW if grow else KvPolicy.FULL,
         order=draw(st.sampled_from(JobOrder)),
@@ -133,6 +152,37 @@ def scenarios(draw):
 )
 @given(scenario=scenarios(), requests=REQUESTS)
 def test_the_twin_is_the_executor(scenario, requests):
+    assume(not admitted_at_its_deadline(scenario, requests))
+    same(scenario, requests)
+
+
+def admitted_at_its_deadline(scenario, requests):
+    """Is a request admitted at the very instant of its admission deadline? See the test below."""
+    facts = run_twin(scenario, requests).facts
+    timeout = scenario.executor.admission_timeout_ns
+    return timeout is not None and (facts.admitted_ns == facts.arrival_ns + timeout).any()
+
+
+@pytest.mark.xfail(
+    reason="Executor._expirer, woken by an earlier deadline, acts on it at once and not in its rank"
+)
+def test_a_request_that_is_admitted_at_its_deadline():
+    """Request 1 expires, which admits request 2 at its own deadline: its job is late at once.
+
+    The executor then ends that job before the client of request 3 has gone on, so that its next
+    request gets sequence 1; by the ranks of one instant, a deadline comes after all that. It does so
+    only if a later deadline is pending already.
+    """
+    prompts = [30, 40, 10, 55, 5, 5]
+    requests = [Request(index, 0, prompt, 1) for index, prompt in enumerate(prompts)]
+    scenario = Scenario(
+        timing=profile(compute=MS),
+        workload=Workload(arrivals=Arrivals(clients=4)),
+        executor=ExecutorConfig(
+            kv_capacity_tokens=60, admission_timeout_ns=20 * US, max_active_sequences=8, max_queue=8
+        ),
+    )
+    assert admitted_at_its_deadline(scenario, requests)
     same(scenario, requests)
 
 
@@ -166,3 +216,15 @@ def test_every_preset_on_the_shipped_profile(preset, max_inflight, arrivals):
     assert ours.pop("tpot") == pytest.approx(theirs.pop("tpot"))
     assert ours == theirs
     assert twin.summary == executor.summary
+
+
+@pytest.mark.parametrize(
+    ("timing", "arrival_ns", "why"),
+    [(profile(), 2**62 - 10, "146 years"), (profile(compute=2**53), 0, "52 days")],
+)
+def test_times_that_the_twin_does_not_hold_are_left_to_the_executor(timing, arrival_ns, why):
+    scenario = Scenario(timing=timing, workload=Workload(arrivals=Arrivals("constant", rate=1.0)))
+    requests = [Request(0, arrival_ns, 1, 2)]
+    twin = run_twin(scenario, requests, tables=True)
+    assert why in twin.executor_because
+    assert plain(twin.jobs) == plain(simulate(scenario, requests=requests).jobs)
