@@ -211,7 +211,7 @@ def _bound(objective: Objective) -> str:
     ]
     if objective.goodput is None:
         return f"P99 of {' and '.join(bounds)}"
-    return f"{objective.goodput:.4g} of requests within {' and '.join(bounds)}"
+    return f"{100 * objective.goodput:.5g} % of requests within {' and '.join(bounds)}"
 
 
 def _cards(cell: Cell, question: Question) -> str:
@@ -234,7 +234,8 @@ def _print(
 ) -> None:
     screen = console()
     rate = question.rate
-    table = Table(title=f"Requests a second that one card holds: {_bound(question.objective)}")
+    title = f"Requests a second that one card holds: {_bound(question.objective)}"
+    table = Table(title=title, min_width=len(title) + 2)
     table.add_column("hypothesis", no_wrap=True)
     headings = ["jobs in\nflight", "holds\nat", "mean,\n95 %", "limited\nby", "satu-\nrates at"]
     if rate is not None:
@@ -274,10 +275,12 @@ def _notes(question: Question, cells: list[Cell], replications: int, tokens: flo
     notes = []
     holding = [cell for cell in cells if cell.holds_at]
     if holding:
+        held = min(cell.held for cell in holding)
+        which = "all of them hold it" if held == 1 else f"{held:.0%} of them or more hold it"
         notes.append(
             "holds at: the lower end of the 95 % interval of the highest rate, over "
-            f"{replications} replications; at least {min(cell.held for cell in holding):.0%} of them "
-            f"hold it. saturates at: what a card completes if it never rests."
+            f"{replications} replications; {which}. "
+            "saturates at: what a card completes if it never rests."
         )
     if question.rate is not None:
         notes.append(
