@@ -506,6 +506,8 @@ class Executor:
                 await self._timer_wake.wait()
                 continue
             await self._sleep_unless(self._timer_wake.wait, until_ns, 0)
+            if self._timer.now_ns() < until_ns:
+                continue  # an earlier one appeared: it is acted on in its turn of its instant, not now
             self.core.expire(self._timer.now_ns())
             self._act()
 

@@ -667,7 +667,7 @@ from caltrio.faults import Fault, FaultPlan, FaultyDevice
 from caltrio.manifest import load_manifest
 from caltrio.prepare import HostMemory
 from caltrio.semantics import PRESETS
-from caltrio.costs import Costs
+from caltrio.costs import Costs, stage_ns
 from caltrio.timing import load_timing
 from sim.clock import run_virtual
 from sim.device import SimDevice
@@ -702,6 +702,7 @@ def run():
     ended = run_virtual(main, Costs(load_timing("qwen3-8b"), load_manifest(), 0))
     return ended, list(written), sorted(map(str, Path.cwd().rglob("*")))
 
+stage_ns(Costs(load_timing("qwen3-8b"), load_manifest(), 0).table, 0, 2, 1, 1, 1, 0, 0)
 clean = run()
 real = HostMemory.deliver
 
@@ -726,7 +727,7 @@ def test_s12_nothing_of_a_request_is_written_anywhere(tmp_path):
             **places,
             "PYTHONPATH": str(ROOT),
             "PYTHONDONTWRITEBYTECODE": "1",
-            "NUMBA_CACHE_DIR": str(cache),  # machine code, made on import
+            "NUMBA_CACHE_DIR": str(cache),  # machine code, made on first use
             "MPLCONFIGDIR": str(cache),  # a list of fonts, likewise
         },
         check=False,

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import CLOSED, MS, STARTED, US, profile
 
@@ -152,26 +152,14 @@ def scenarios(draw):
 )
 @given(scenario=scenarios(), requests=REQUESTS)
 def test_the_twin_is_the_executor(scenario, requests):
-    assume(not admitted_at_its_deadline(scenario, requests))
     same(scenario, requests)
 
 
-def admitted_at_its_deadline(scenario, requests):
-    """Is a request admitted at the very instant of its admission deadline? See the test below."""
-    facts = run_twin(scenario, requests).facts
-    timeout = scenario.executor.admission_timeout_ns
-    return timeout is not None and (facts.admitted_ns == facts.arrival_ns + timeout).any()
-
-
-@pytest.mark.xfail(
-    reason="Executor._expirer, woken by an earlier deadline, acts on it at once and not in its rank"
-)
 def test_a_request_that_is_admitted_at_its_deadline():
     """Request 1 expires, which admits request 2 at its own deadline: its job is late at once.
 
-    The executor then ends that job before the client of request 3 has gone on, so that its next
-    request gets sequence 1; by the ranks of one instant, a deadline comes after all that. It does so
-    only if a later deadline is pending already.
+    A deadline is the last of its instant: the client of request 3 goes on first, also where a later
+    deadline is pending already and this one wakes the executor's timer early.
     """
     prompts = [30, 40, 10, 55, 5, 5]
     requests = [Request(index, 0, prompt, 1) for index, prompt in enumerate(prompts)]
@@ -182,8 +170,8 @@ def test_a_request_that_is_admitted_at_its_deadline():
             kv_capacity_tokens=60, admission_timeout_ns=20 * US, max_active_sequences=8, max_queue=8
         ),
     )
-    assert admitted_at_its_deadline(scenario, requests)
-    same(scenario, requests)
+    twin, _ = same(scenario, requests)
+    assert (twin.facts.admitted_ns == 20 * US).any()
 
 
 @pytest.mark.parametrize("preset", PRESETS)
