@@ -302,7 +302,8 @@ def make_plan(
 
         for hypothesis, possible in pairs:
             for load in plan.loads:
-                work = demand(scenario, requests[load.name, scenario.seed])
+                every = [requests[load.name, seed] for seed in seeds_of(scenario)]
+                work = demand(scenario, np.concatenate(every))
                 runs: dict[int, list[TwinRun]] = {limit: [] for limit in possible}
                 for limit in possible:
                     what = f"{hypothesis.name}, {limit} in flight, {load.name}"
