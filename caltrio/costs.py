@@ -8,6 +8,7 @@ called by the simulated device and by its compiled twin alike, so that they cann
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from . import timing, units
+from .compiled import keep_fresh
 from .errors import InputError
 from .manifest import Manifest, TaskKind
 from .timing import Distribution, JobShape, Stage, TimingProfile, mix64
@@ -187,3 +190,6 @@ class Costs:
             self.table, 0, int(stage), kind, job.token_count, job.past_len, job.request_id, job.step
         )
         return found
+
+
+keep_fresh(stage_ns, [sys.modules[__name__], timing, units])

@@ -8,6 +8,7 @@ takes alone. Jitter has mean 1 and is left out.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from attrs import evolve, frozen
 from numba import njit
 from numpy.typing import NDArray
 
+from caltrio import costs, timing, units
+from caltrio.compiled import keep_fresh
 from caltrio.costs import DECODE, PREFILL, Costs, stage_ns
 from caltrio.manifest import load_manifest
 from caltrio.scenario import Scenario
@@ -46,6 +49,9 @@ def _demands(table: Any, requests: Any, chunk: int, totals: Any) -> None:
                 totals[stage] += stage_ns(table, 0, stage, kind, tokens, past, r, step)
             past += tokens
             step += 1
+
+
+keep_fresh(_demands, [sys.modules[__name__], costs, timing, units])
 
 
 @frozen

@@ -1,4 +1,4 @@
-"""What the device and the service tasks do next, in the order of time, rank and job id.
+"""What the device, the service tasks and the clients do next, in the order of time, rank and job id.
 
 Few things are ever scheduled at once and most are due soon, so this is an array that stays sorted, the
 next event last: what is put in moves the few that are sooner.
@@ -12,14 +12,13 @@ from numba import njit
 
 from caltrio.timer import Rank
 
-from .machine import AT_EVENTS, EVENT_WIDTH, NEVER
+from .machine import EVENT_WIDTH, EVENTS, NEVER
 
 # What happens. The rank of each is that of caltrio.timer.Rank: CHANNEL_END and DIE_END are stage ends,
-# INTERRUPT and WAIT_RETURNED are of one rank.
-CHANNEL_END, DIE_END, INTERRUPT, WAIT_RETURNED, SUBMIT_RETURNED, COMPLETER_DONE = range(6)
-TIMED, CLIENT_READY, DEADLINE = range(
-    6, 9
-)  # TIMED: one of these; the other two have heaps of their own
+# INTERRUPT and WAIT_RETURNED are of one rank. Deadlines are the last of an instant, and have a heap.
+(
+    CHANNEL_END, DIE_END, INTERRUPT, WAIT_RETURNED, SUBMIT_RETURNED, COMPLETER_DONE, CLIENT_READY,
+) = range(7)  # fmt: skip
 
 _RANKS = (
     int(Rank.STAGE_END),
@@ -28,6 +27,7 @@ _RANKS = (
     int(Rank.WAIT_RETURNED),
     int(Rank.SUBMIT_RETURNED),
     int(Rank.COMPLETER_DONE),
+    int(Rank.CLIENT_READY),
 )
 _TIE_BITS = 48
 
@@ -37,26 +37,26 @@ _hot = njit(cache=True, error_model="numpy", forceinline=True)
 @_hot
 def next_event(m: Any) -> Any:
     """When the next one is due."""
-    count = m[AT_EVENTS]
-    return m[AT_EVENTS + 1 + EVENT_WIDTH * (count - 1)] if count > 0 else NEVER
+    count = m[EVENTS]
+    return m[EVENTS + 1 + EVENT_WIDTH * (count - 1)] if count > 0 else NEVER
 
 
 @_hot
 def take_event(m: Any) -> Any:
     """Take the next one out: (what, who)."""
-    count = m[AT_EVENTS] - 1
-    m[AT_EVENTS] = count
-    row = AT_EVENTS + 1 + EVENT_WIDTH * count
+    count = m[EVENTS] - 1
+    m[EVENTS] = count
+    row = EVENTS + 1 + EVENT_WIDTH * count
     return m[row + 2], m[row + 3]
 
 
 @_hot
 def schedule(m: Any, when: int, what: int, job: int, who: int) -> None:
     """Let ``what`` happen to ``who`` at ``when``; ``job`` is the id that orders ties."""
-    count = m[AT_EVENTS]
-    m[AT_EVENTS] = count + 1
+    count = m[EVENTS]
+    m[EVENTS] = count + 1
     key = (_RANKS[what] << _TIE_BITS) | job
-    row = AT_EVENTS + 1 + EVENT_WIDTH * count
+    row = EVENTS + 1 + EVENT_WIDTH * count
     while count > 0:
         sooner = row - EVENT_WIDTH
         if m[sooner] > when or (m[sooner] == when and m[sooner + 1] > key):
@@ -76,7 +76,7 @@ def schedule(m: Any, when: int, what: int, job: int, who: int) -> None:
 @njit(cache=True, error_model="numpy")
 def unschedule(m: Any, what: int, who: int) -> None:
     """It will not happen."""
-    row = AT_EVENTS + 1 + EVENT_WIDTH * (m[AT_EVENTS] - 1)
+    row = EVENTS + 1 + EVENT_WIDTH * (m[EVENTS] - 1)
     last = row
     while m[row + 2] != what or m[row + 3] != who:
         row -= EVENT_WIDTH
@@ -84,4 +84,4 @@ def unschedule(m: Any, what: int, who: int) -> None:
         for column in range(EVENT_WIDTH):
             m[row + column] = m[row + EVENT_WIDTH + column]
         row += EVENT_WIDTH
-    m[AT_EVENTS] -= 1
+    m[EVENTS] -= 1

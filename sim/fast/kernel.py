@@ -61,7 +61,7 @@ def _die(d: int) -> Any:
 
 @hot
 def _die_times(m: Any, s: int) -> Any:
-    return m[AT_DIE_TIMES] + s * 2 * m[DIES]
+    return AT_DIE_TIMES + s * 2 * m[DIES]
 
 
 @hot
@@ -108,7 +108,7 @@ def _release_slot(m: Any, slot: int) -> None:
 @hot
 def _channel_next(m: Any, c: int) -> None:
     """``Channel._next``: the head of the queue, once it is ready."""
-    queue = m[CHANNELS] + c * m[RING_LENGTH]
+    queue = CHANNELS + c * RING_LENGTH
     if m[AT_ON + c] or m[queue + SIZE] == 0:
         return
     turn = first(m, queue)
@@ -152,10 +152,10 @@ def _serve_h2d(m: Any, s: int) -> None:
     m[job + READY_H2D] = 1
     if m[job + JOINED]:
         _channel_next(m, 0)
-    elif m[AT_ON] == 0 and m[m[CHANNELS] + SIZE] == 0:
+    elif m[AT_ON] == 0 and m[CHANNELS + SIZE] == 0:
         _channel_begins(m, 0, 2 * s)
     else:
-        push(m, m[CHANNELS], 2 * s)
+        push(m, CHANNELS, 2 * s)
         _channel_next(m, 0)
 
 
@@ -163,7 +163,7 @@ def _serve_h2d(m: Any, s: int) -> None:
 def _serve_d2h(m: Any, s: int) -> None:
     job = _job(s)
     c = 0 if m[HALF_DUPLEX] else 1
-    queue = m[CHANNELS] + c * m[RING_LENGTH]
+    queue = CHANNELS + c * RING_LENGTH
     m[job + READY_D2H] = 1
     if m[job + JOINED]:
         _channel_next(m, c)
@@ -199,7 +199,7 @@ def _part_ns(m: Any, d: int, s: int) -> Any:
 
 @hot
 def _serve_die(m: Any, d: int, s: int) -> None:
-    queue = m[DIE_QUEUES] + d * m[RING_LENGTH]
+    queue = DIE_QUEUES + d * RING_LENGTH
     if m[SPEEDS] > 1:
         push(m, queue, s)
         _progress(m, d)
@@ -228,7 +228,7 @@ def _die_begins(m: Any, d: int, s: int) -> None:
 @hot
 def _die_next(m: Any, d: int) -> None:
     """``Channel._next`` of a die that serves one job at a time."""
-    queue = m[DIE_QUEUES] + d * m[RING_LENGTH]
+    queue = DIE_QUEUES + d * RING_LENGTH
     if m[queue + SIZE] > 0:
         _die_takes(m, d, pop(m, queue))
 
@@ -255,7 +255,7 @@ def _progress(m: Any, d: int) -> None:
 def _refill(m: Any, d: int) -> None:
     """``SharedUnit._refill``: start whom there is room for, and foresee the next end."""
     die, running = _die(d), m[AT_RUNNING] + d * m[SPEEDS]
-    queue = m[DIE_QUEUES] + d * m[RING_LENGTH]
+    queue = DIE_QUEUES + d * RING_LENGTH
     while m[queue + SIZE] > 0 and m[die + D_RUNNING] < m[SPEEDS]:
         s = pop(m, queue)
         m[running + m[die + D_RUNNING]] = s
@@ -319,12 +319,12 @@ def _start(m: Any, s: int, slot: int) -> None:
     m[job + FINISHED] = 0
     m[job + JOINED] = m[AT_ISSUE]
     if m[AT_ISSUE]:
-        push(m, m[CHANNELS], 2 * s)
-        push(m, m[CHANNELS] + (0 if m[HALF_DUPLEX] else m[RING_LENGTH]), 2 * s + 1)
+        push(m, CHANNELS, 2 * s)
+        push(m, CHANNELS + (0 if m[HALF_DUPLEX] else RING_LENGTH), 2 * s + 1)
     if m[OVERLAP]:
         _serve_h2d(m, s)
     elif m[WHOLE_TAKEN]:
-        push(m, m[WHOLE], s)
+        push(m, WHOLE, s)
     else:
         m[WHOLE_TAKEN] = 1
         _later(m, CLAIMED, s, 0)
@@ -356,9 +356,9 @@ def _die_done(m: Any, d: int, s: int) -> None:
     if not m[COMPUTE_IDLE]:
         _serve_d2h(m, s)
         return
-    push(m, m[HELD], s)  # Engine._computes_drained: in the order of their ends
-    while m[COMPUTES_QUEUED] == 0 and m[m[HELD] + SIZE] > 0:
-        _later(m, DRAINED, pop(m, m[HELD]), 0)
+    push(m, HELD, s)  # Engine._computes_drained: in the order of their ends
+    while m[COMPUTES_QUEUED] == 0 and m[HELD + SIZE] > 0:
+        _later(m, DRAINED, pop(m, HELD), 0)
 
 
 @inlined
@@ -367,8 +367,8 @@ def _after_d2h(m: Any, s: int) -> None:
     m[job + D2H_END] = m[NOW]
     _device(m, -1)
     if not m[OVERLAP]:
-        if m[m[WHOLE] + SIZE] > 0:
-            _later(m, CLAIMED, pop(m, m[WHOLE]), 0)
+        if m[WHOLE + SIZE] > 0:
+            _later(m, CLAIMED, pop(m, WHOLE), 0)
         else:
             m[WHOLE_TAKEN] = 0
     if m[SLOT_RELEASE] == AFTER_D2H:
@@ -380,7 +380,7 @@ def _after_d2h(m: Any, s: int) -> None:
 @hot
 def _offer(m: Any) -> Any:
     """``SimDevice._offer``: the job for which ``Wait()`` returns now, if somebody is in it."""
-    queue = m[FINISHED_JOBS] if m[ANY_ORDER] else m[ISSUED]
+    queue = FINISHED_JOBS if m[ANY_ORDER] else ISSUED
     if not m[IN_WAIT] or m[queue + SIZE] == 0:
         return NONE
     s = first(m, queue)
@@ -396,7 +396,7 @@ def _interrupted(m: Any, s: int) -> None:
     """``SimDevice._finished``."""
     m[_job(s) + FINISHED] = 1
     if m[ANY_ORDER]:
-        push(m, m[FINISHED_JOBS], s)
+        push(m, FINISHED_JOBS, s)
     returned = _offer(m)
     if returned == s:
         _wait_returned(m, s)  # its event would be the next: same instant, rank and job
@@ -433,12 +433,12 @@ def _stage(m: Any) -> None:
 
     The submitter prepares it, and is in ``infer()``, at this very instant.
     """
-    if m[m[READY] + SIZE] == 0 or m[SUBMITTING] != NONE or m[IN_FLIGHT] >= m[LIMIT]:
+    if m[READY + SIZE] == 0 or m[SUBMITTING] != NONE or m[IN_FLIGHT] >= m[LIMIT]:
         return
-    s = first(m, m[READY])
+    s = first(m, READY)
     if m[DECODE_FIRST]:
-        for index in range(m[m[READY] + SIZE]):
-            other = nth(m, m[READY], index)
+        for index in range(m[READY + SIZE]):
+            other = nth(m, READY, index)
             if m[_job(other) + KIND] == DECODE:
                 s = other
                 break
@@ -451,7 +451,7 @@ def _stage(m: Any) -> None:
             group, load = index, m[engine + E_LOAD]
     if group == NONE:
         return
-    remove(m, m[READY], s)
+    remove(m, READY, s)
     engine = _engine(group)
     m[engine + buffers] -= 1
     m[engine + E_LOAD] += 1
@@ -476,7 +476,7 @@ def _submit(m: Any, s: int) -> None:
         m[SLOT_WANTED] = 1
         return
     if not m[ANY_ORDER]:
-        push(m, m[ISSUED], s)
+        push(m, ISSUED, s)
     _start(m, s, slot)
     engine = _engine(slot)
     if m[engine + E_ON] == 0:
@@ -527,7 +527,7 @@ def _completed(m: Any, s: int) -> None:
         _end_admitted(m, s, COMPLETED)
         _client_done(m)
     else:  # Sequence.emit_token
-        add(m, m[CLIENT_TIMES], now + _cost(m, _CLIENT, s), m[job + JOB], s, 0, 0)
+        schedule(m, now + _cost(m, _CLIENT, s), CLIENT_READY, m[job + JOB], s)
 
 
 @rule
@@ -539,6 +539,8 @@ def _job_ended(m: Any, s: int, reason: int) -> None:
     job, times = _job(s), _die_times(m, s)
     row = m[AT_JOBS] + m[JOB_ROWS] * m[JOB_WIDTH]
     m[JOB_ROWS] += 1
+    if m[JOB_ROWS] >= m[KEEP_JOBS] and m[STATUS] == RUNNING:
+        m[STATUS] = FLUSH
     m[row + ROW_JOB] = m[job + JOB]
     m[row + ROW_REQUEST] = m[job + REQUEST]
     m[row + ROW_SEQUENCE] = s
@@ -571,10 +573,8 @@ def _job_ended(m: Any, s: int, reason: int) -> None:
 
 
 @inlined
-def _emitted(m: Any) -> None:
+def _emitted(m: Any, s: int) -> None:
     """``Core.token_emitted``; the client runs the next step, or leaves."""
-    s = m[m[CLIENT_TIMES] + ROWS + 2]
-    drop(m, m[CLIENT_TIMES])
     request = request_at(m, m[_job(s) + REQUEST])
     m[request + TOKENS_OUT] += 1
     m[request + LAST] = m[NOW]
@@ -613,7 +613,7 @@ def _next_step(m: Any, s: int) -> None:
     if m[job + PAST] + m[job + TOKENS] <= m[job + RESERVED]:
         _grown(m, s)
     else:
-        push(m, m[GROWING_STEPS], s)
+        push(m, GROWING_STEPS, s)
         _serve(m)
 
 
@@ -621,35 +621,35 @@ def _next_step(m: Any, s: int) -> None:
 def _grown(m: Any, s: int) -> None:
     """``Core._grown``: its KV is reserved, and it queues for its turn."""
     m[_job(s) + STATE] = QUEUED
-    push(m, m[READY], s)
+    push(m, READY, s)
     _stage(m)
 
 
 @rule
 def _serve(m: Any) -> None:
     """``Admission.serve``: from the heads while it goes; a later one never overtakes."""
-    while m[m[GROWING_STEPS] + SIZE] > 0:
-        s = first(m, m[GROWING_STEPS])
+    while m[GROWING_STEPS + SIZE] > 0:
+        s = first(m, GROWING_STEPS)
         job = _job(s)
         more = m[job + PAST] + m[job + TOKENS] - m[job + RESERVED]
         if m[KV_RESERVED] + more > m[KV_CAPACITY]:
             return
         m[KV_RESERVED] += more
         m[job + RESERVED] += more
-        pop(m, m[GROWING_STEPS])
+        pop(m, GROWING_STEPS)
         _grown(m, s)
     while m[WAITING] > 0:
         r = first(m, m[WAITING_REQUESTS])
         request = request_at(m, r)
         wanted = m[request + PROMPT] if m[GROWS] else m[request + KV_TOKENS]
-        if m[m[FREE_IDS]] == 0 or m[KV_RESERVED] + wanted > m[KV_CAPACITY]:
+        if m[FREE_IDS] == 0 or m[KV_RESERVED] + wanted > m[KV_CAPACITY]:
             return
         pop(m, m[WAITING_REQUESTS])
         m[WAITING] -= 1
         _forget_those_who_left(m)
         m[KV_RESERVED] += wanted
-        s = m[m[FREE_IDS] + ROWS]
-        drop(m, m[FREE_IDS])
+        s = m[FREE_IDS + ROWS]
+        drop(m, FREE_IDS)
         m[request + SEQUENCE] = s
         m[request + ADMITTED] = m[NOW]
         if m[NOW] > m[UNTIL]:
@@ -693,7 +693,7 @@ def _end_admitted(m: Any, s: int, outcome: int) -> None:
     _end_request(m, m[job + REQUEST], outcome, NO_REASON, 0)
     m[KV_RESERVED] -= m[job + RESERVED]
     m[job + RESERVED] = 0
-    add(m, m[FREE_IDS], s, 0, s, 0, 0)
+    add(m, FREE_IDS, s, 0, s, 0, 0)
     _serve(m)
 
 
@@ -832,7 +832,7 @@ def _expire(m: Any) -> None:
         if what == OF_QUEUE:  # the device may have it: it goes on without its caller
             m[job + GAVE_UP] = 1
             continue
-        remove(m, m[GROWING_STEPS] if starved else m[READY], who)
+        remove(m, GROWING_STEPS if starved else READY, who)
         _job_ended(m, who, reason)
         m[job + STATE] = IDLE
         if starved:  # its sequence gives up what it holds, so that others go on
@@ -846,10 +846,7 @@ def _expire(m: Any) -> None:
 def next_ns(m: Any) -> Any:
     """When something happens next, once all is settled; ``NEVER``: nothing does."""
     when = next_event(m)
-    for heap in (m[CLIENT_TIMES], m[DEADLINES]):
-        if m[heap] > 0:
-            when = min(when, m[heap + ROWS])
-    return when
+    return min(when, m[m[DEADLINES] + ROWS]) if m[m[DEADLINES]] > 0 else when
 
 
 @rule
@@ -859,41 +856,38 @@ def advance(m: Any) -> None:
     Arrivals are the last of an instant: requests enter after this. Returns early when the status is no
     longer ``RUNNING``.
     """
-    clients, deadlines = m[CLIENT_TIMES], m[DEADLINES]
+    deadlines = m[DEADLINES]
     soon = m[SOON] + SIZE
     while True:
         while m[soon] > 0:
             _happens(m)
         if m[STATUS] != RUNNING:
             return
-        when, what = next_event(m), TIMED  # ranks up to COMPLETER_DONE
-        if m[clients] > 0 and m[clients + ROWS] < when:
-            when, what = m[clients + ROWS], CLIENT_READY
-        if m[deadlines] > 0 and m[deadlines + ROWS] < when:
-            when, what = m[deadlines + ROWS], DEADLINE
+        when = next_event(m)
+        late = m[deadlines] > 0 and m[deadlines + ROWS] < when  # of one instant they are the last
+        if late:
+            when = m[deadlines + ROWS]
         if when > m[HORIZON] or when == NEVER:
             return
         m[NOW] = when
-        if what == TIMED:
-            what, who = take_event(m)
-            if what == CHANNEL_END:
-                _channel_ends(m, who)
-            elif what == DIE_END:
-                _die_ends(m, who)
-            elif what == INTERRUPT:
-                _interrupted(m, who)
-            elif what == WAIT_RETURNED:
-                _wait_returned(m, who)
-            elif what == SUBMIT_RETURNED:
-                _submit(m, who)
-            else:
-                _completed(m, who)
-        elif what == CLIENT_READY:
-            _emitted(m)
-        else:
+        if late:
             _expire(m)
-        if m[KEEP_JOBS] and m[JOB_ROWS] >= m[KEEP_JOBS]:
-            m[STATUS] = FLUSH
+            continue
+        what, who = take_event(m)
+        if what == CHANNEL_END:
+            _channel_ends(m, who)
+        elif what == DIE_END:
+            _die_ends(m, who)
+        elif what == INTERRUPT:
+            _interrupted(m, who)
+        elif what == WAIT_RETURNED:
+            _wait_returned(m, who)
+        elif what == SUBMIT_RETURNED:
+            _submit(m, who)
+        elif what == COMPLETER_DONE:
+            _completed(m, who)
+        else:
+            _emitted(m, who)
 
 
 @rule

@@ -41,25 +41,21 @@ EVENT_WIDTH = 4  # (when, rank and job, what, who)
     STEPS, DELIVERED, UNTIL, DELIVERED_UNTIL, LAST_DELIVERY, SUBMIT_BUSY, COMPLETER_BUSY,
     H2D_BUSY, D2H_BUSY, COMPUTE_ON, COMPUTE_SINCE, COMPUTE_BUSY,
     DEVICE_ON, DEVICE_SINCE, DEVICE_BUSY, DEVICE_OVERLAP,
-    # where the tables begin
-    AT_REQUESTS, AT_DIE_TIMES, AT_JOBS, AT_RUNNING, AT_SPEEDS,
-    READY, GROWING_STEPS, CHANNELS, ISSUED, FINISHED_JOBS, WHOLE, HELD, DIE_QUEUES,
-    WAITING_REQUESTS, SOON, CLIENT_TIMES, DEADLINES, FREE_IDS,
-    RING_LENGTH, DEADLINE_ROOM, JOB_WIDTH,
+    # where the tables begin that have no place of their own
+    AT_REQUESTS, AT_JOBS, AT_RUNNING, AT_SPEEDS, WAITING_REQUESTS, SOON, DEADLINES,
+    DEADLINE_ROOM, JOB_WIDTH,
     SCALARS,
-) = range(85)  # fmt: skip
+) = range(73)  # fmt: skip
 
-# The tables that every event touches have places of their own, which compiled code need not look up.
-MOST_DIES, MOST_ENGINES = 8, 64
-MOST_EVENTS = 4096 + 2 * MOST_DIES  # an interrupt of each job in flight, and one thing of each unit
+# What the twin covers: the tables that events touch have places of their own, which compiled code need
+# not look up.
+MOST_DIES, MOST_ENGINES, MOST_SEQUENCES = 8, 64, 1024
 AT_COSTS = SCALARS
 AT_ON = AT_COSTS + TABLE_SIZE  # does channel 0, or 1, serve a turn?
 AT_DIES = AT_ON + 2
 
 # STATUS: why the loop stopped early.
-RUNNING, FLUSH, FAULT_BUSY, FAULT_EXECUTION, FAULT_INFER, FAULT_DRAIN, TOO_LONG, TOO_MANY_DIES = range(
-    8
-)
+RUNNING, FLUSH, FAULT_BUSY, FAULT_EXECUTION, FAULT_INFER, FAULT_DRAIN, TOO_LONG = range(7)
 
 # --- a sequence and its one job under way ---------------------------------------------------------
 (
@@ -104,9 +100,25 @@ E_FREE, E_LOAD, E_PREFILL_FREE, E_DECODE_FREE, E_ON, E_SINCE, E_BUSY, E_USED, EN
 # --- a die ----------------------------------------------------------------------------------------
 D_PART_END, D_SINCE, D_RUNNING, D_ON_SINCE, D_BUSY, D_FORESEEN, DIE_COLUMNS = range(7)
 
+
+# --- the other fixed places -----------------------------------------------------------------------
+
 AT_ENGINES = AT_DIES + MOST_DIES * DIE_COLUMNS
-AT_EVENTS = AT_ENGINES + MOST_ENGINES * ENGINE_COLUMNS
-AT_SEQUENCES = AT_EVENTS + 1 + EVENT_WIDTH * MOST_EVENTS
+AT_SEQUENCES = AT_ENGINES + MOST_ENGINES * ENGINE_COLUMNS
+AT_DIE_TIMES = AT_SEQUENCES + MOST_SEQUENCES * SEQUENCE_COLUMNS
+EVENTS = AT_DIE_TIMES + MOST_SEQUENCES * 2 * MOST_DIES  # each job has one at most
+FREE_IDS = EVENTS + 1 + EVENT_WIDTH * (MOST_SEQUENCES + MOST_DIES + 8)
+# Rings of sequences, and of turns: half duplex has two of each sequence in one queue.
+RING_LENGTH = ITEMS + 2 * MOST_SEQUENCES + 2
+READY = FREE_IDS + ROWS + WIDTH * (MOST_SEQUENCES + 1)
+GROWING_STEPS = READY + RING_LENGTH
+ISSUED = GROWING_STEPS + RING_LENGTH
+FINISHED_JOBS = ISSUED + RING_LENGTH
+WHOLE = FINISHED_JOBS + RING_LENGTH
+HELD = WHOLE + RING_LENGTH
+CHANNELS = HELD + RING_LENGTH  # two
+DIE_QUEUES = CHANNELS + 2 * RING_LENGTH  # one a die
+FIXED = DIE_QUEUES + MOST_DIES * RING_LENGTH
 
 
 @define(eq=False)
@@ -143,40 +155,27 @@ def lay_out(
     ``waiting``: requests that may wait for admission at once.
     """
     width = JOB_COLUMNS + 2 * dies
-    ring = ITEMS + 2 * sequences + 2  # half duplex has two turns of each sequence in one queue
-    heap = ROWS + WIDTH * (sequences + 1)
     deadlines = 2 * waiting + 4 * sequences + 64  # those that matter are fewer
     soon = ITEMS + 3 * (waiting + 4 * sequences + 16)
-    rings = ("READY", "GROWING_STEPS", "ISSUED", "FINISHED_JOBS", "WHOLE", "HELD")
     sizes: Mapping[str, int] = {
-        "AT_DIE_TIMES": sequences * 2 * dies,
         "AT_RUNNING": dies * speeds,
         "AT_SPEEDS": speeds,
-        **dict.fromkeys(rings, ring),
-        "CHANNELS": 2 * ring,
-        "DIE_QUEUES": dies * ring,
         "WAITING_REQUESTS": ITEMS + waiting + 2,
         "SOON": soon,
-        "CLIENT_TIMES": heap,
-        "FREE_IDS": heap,
         "DEADLINES": ROWS + WIDTH * deadlines,
         "AT_REQUESTS": requests * REQUEST_COLUMNS,
         "AT_JOBS": job_rows * width,
     }
-    begin = AT_SEQUENCES + sequences * SEQUENCE_COLUMNS
-    m = np.zeros(begin + sum(sizes.values()), np.int64)
+    m = np.zeros(FIXED + sum(sizes.values()), np.int64)
     at = {"AT_ENGINES": AT_ENGINES, "AT_DIES": AT_DIES}
+    begin = FIXED
     for name, size in sizes.items():
         at[name] = begin
         m[globals()[name]] = begin
         begin += size
-    m[[RING_LENGTH, DEADLINE_ROOM, JOB_WIDTH, DIES, SPEEDS]] = ring, deadlines, width, dies, speeds
+    m[[DEADLINE_ROOM, JOB_WIDTH, DIES, SPEEDS]] = deadlines, width, dies, speeds
     m[AT_COSTS:AT_ON] = costs
-    starts = [at[name] for name in rings]
-    starts += [at["CHANNELS"] + each * ring for each in range(2)]
-    starts += [at["DIE_QUEUES"] + each * ring for each in range(dies)]
-    for start in starts:
-        m[start + ROOM] = ring - ITEMS
+    m[READY + ROOM : FIXED : RING_LENGTH] = RING_LENGTH - ITEMS
     m[at["WAITING_REQUESTS"] + ROOM] = waiting + 2
     m[at["SOON"] + ROOM] = soon - ITEMS
 

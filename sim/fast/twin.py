@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from caltrio.config import JobOrder, KvPolicy
 from caltrio.costs import Costs
+from caltrio.errors import InputError
 from caltrio.manifest import load_manifest
 from caltrio.observe import metrics
 from caltrio.observe.metrics import RequestFacts, Summary, summarise, summary_of
@@ -55,7 +56,6 @@ WHY_NOT = {
     k.FAULT_INFER: "infer() did not return in time: the executor distrusts the device",
     k.FAULT_DRAIN: "the device did not return its jobs within the grace time",
     k.TOO_LONG: "a stage takes more than 52 days, or the run 146 years",
-    k.TOO_MANY_DIES: f"it covers up to {k.MOST_DIES} compute stages",
 }
 
 
@@ -76,6 +76,15 @@ def cost_table(scenario: Scenario) -> NDArray[np.int64]:
     return costs.table
 
 
+def not_covered(scenario: Scenario, requests: int) -> str | None:
+    """Why the twin has no room for so many requests of ``scenario``, or ``None`` if it has."""
+    if len(scenario.semantics.compute_stages) > k.MOST_DIES:
+        return f"it covers up to {k.MOST_DIES} compute stages"
+    if min(scenario.executor.max_active_sequences, requests) > k.MOST_SEQUENCES:
+        return f"it covers up to {k.MOST_SEQUENCES:,} sequences at once"
+    return None
+
+
 def build(scenario: Scenario, requests: NDArray[np.int64], *, job_rows: int = 0) -> Machine:
     """A card with its executor before its first request.
 
@@ -84,8 +93,13 @@ def build(scenario: Scenario, requests: NDArray[np.int64], *, job_rows: int = 0)
         requests: ``[n, 3]`` as of :func:`request_array`; the request id is the place.
         job_rows: room for the job table; 0 keeps none.
 
-    Raises ``ValueError`` if the in-flight limit cannot work with the semantics.
+    Raises:
+        ValueError: the in-flight limit cannot work with the semantics.
+        InputError: the twin has no room for it; see :func:`not_covered`.
     """
+    no_room = not_covered(scenario, len(requests))
+    if no_room is not None:
+        raise InputError("twin", "", f"does not run this: {no_room}", "lower that")
     semantics, limits, workload = scenario.semantics, scenario.executor, scenario.workload
     semantics.check_in_flight(limits.max_inflight)
     manifest = load_manifest()
@@ -140,7 +154,7 @@ def build(scenario: Scenario, requests: NDArray[np.int64], *, job_rows: int = 0)
     machine.dies[:, k.D_FORESEEN] = NONE
     machine.dies[:, k.D_PART_END] = np.cumsum(semantics.stage_permille)
     m[m[k.AT_SPEEDS] : m[k.AT_SPEEDS] + m[k.SPEEDS]] = semantics.sharing_permille
-    free = m[k.FREE_IDS]
+    free = k.FREE_IDS
     m[free] = sequences
     m[free + ROWS : free + ROWS + WIDTH * sequences : WIDTH] = np.arange(sequences)
     m[free + ROWS + 2 : free + ROWS + WIDTH * sequences : WIDTH] = np.arange(sequences)
@@ -184,8 +198,9 @@ def run_twin(
     if requests is None:
         requests = scenario.workload.build(scenario.seed, scenario.base)
     array = requests if isinstance(requests, np.ndarray) else request_array(requests)
-    if len(scenario.semantics.compute_stages) > k.MOST_DIES:
-        return _by_executor(scenario, array, WHY_NOT[k.TOO_MANY_DIES], tables=tables)
+    no_room = not_covered(scenario, len(array))
+    if no_room is not None:
+        return _by_executor(scenario, array, no_room, tables=tables)
     machine = build(scenario, array, job_rows=_FLUSH_ROWS if tables else 0)
     m = machine.m
     parts = []

@@ -87,8 +87,8 @@ MUTANTS = [
     (
         "the last that is ready goes first",
         "kernel",
-        "    s = first(m, m[READY])\n",
-        "    s = nth(m, m[READY], m[m[READY] + SIZE] - 1)\n",
+        "    s = first(m, READY)\n",
+        "    s = nth(m, READY, m[READY + SIZE] - 1)\n",
     ),
     ("decode_first is ignored", "kernel", "if m[DECODE_FIRST]:", "if False:"),
     (
@@ -286,20 +286,20 @@ MUTANTS = [
     (
         "ties of clients by the later job",
         "kernel",
-        "now + _cost(m, _CLIENT, s), m[job + JOB], s, 0, 0)",
-        "now + _cost(m, _CLIENT, s), -m[job + JOB], s, 0, 0)",
+        "CLIENT_READY, m[job + JOB], s)",
+        "CLIENT_READY, (1 << 40) - m[job + JOB], s)",
     ),
     (
         "the client takes no time",
         "kernel",
-        "now + _cost(m, _CLIENT, s), m[job + JOB], s, 0, 0)",
-        "now, m[job + JOB], s, 0, 0)",
+        "now + _cost(m, _CLIENT, s), CLIENT_READY",
+        "now, CLIENT_READY",
     ),
     (
         "the client before the stage ends",
-        "kernel",
-        "m[clients + ROWS] < when:",
-        "m[clients + ROWS] <= when:",
+        "events",
+        "    int(Rank.CLIENT_READY),\n",
+        "    -1,\n",
     ),
     (
         "arrivals before what ends at their instant",
@@ -310,8 +310,8 @@ MUTANTS = [
     (
         "the greatest free sequence",
         "kernel",
-        "add(m, m[FREE_IDS], s, 0, s, 0, 0)",
-        "add(m, m[FREE_IDS], -s, 0, s, 0, 0)",
+        "add(m, FREE_IDS, s, 0, s, 0, 0)",
+        "add(m, FREE_IDS, -s, 0, s, 0, 0)",
     ),
     ("the whole prompt at once", "kernel", "min(left, m[CHUNK]) if m[CHUNK] else left", "left"),
     (
