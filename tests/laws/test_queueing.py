@@ -11,7 +11,7 @@ from sim import engine as engine_module
 
 SERVICE = 1_000 * US
 LOAD = 0.6
-JOBS, WARM_UP, REPLICATIONS = 1_500, 150, 20
+JOBS, WARM_UP, REPLICATIONS = 1_500, 150, 12
 JITTERS = {
     "M/D/1": (Jitter(), 0.0),
     "M/M/1": (Jitter("exponential", 1.0), 1.0),
