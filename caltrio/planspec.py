@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from attrs import field, frozen
@@ -51,6 +52,11 @@ class PlanSpec:
         for limit in self.max_inflight:
             if not 1 <= limit <= 4096:
                 raise ValueError(f"max_inflight is {limit}; give 1 to 4096")
+        for name in self.custom:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}", name):  # it goes into file names
+                raise ValueError(
+                    f"custom.{name[:60]!r}: a name has letters, digits, '.', '_' and '-', at most 40"
+                )
         if 1 not in self.max_inflight:
             raise ValueError("max_inflight must hold 1: the gates compare against it")
         if not 2 <= self.replications <= 10_000:

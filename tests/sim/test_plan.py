@@ -224,6 +224,8 @@ def test_the_command(tmp_path, capsys):
         ("max_inflight = [1, 1]", "max_inflight names something twice"),
         ('ttft_p99 = "0s"', "ttft_p99 is 0; give a longer time"),
         ("custom = { serial = {} }", "custom.serial has the name of a preset"),
+        ('custom = { "a/b" = { preset = "serial" } }', "a name has letters, digits"),
+        ('custom = { "<b>" = { preset = "serial" } }', "a name has letters, digits"),
         ("custom = { mine = 3 }", "custom.mine is 3; give a table"),
         ('custom = { mine = { preset = "serial", engine = 4 } }', "unknown key 'engine'"),
     ],
