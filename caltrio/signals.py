@@ -19,6 +19,14 @@ class Stop:
     by: signal.Signals | None = None
 
 
+class StoppedError(Exception):
+    """A run that others build on was ended by a signal: what it left is not a result."""
+
+    def __init__(self, by: signal.Signals) -> None:
+        super().__init__(by)
+        self.by = by
+
+
 @define
 class Noted:
     """Which signal has come, if one has."""

@@ -352,7 +352,10 @@ class _Card:
                 return alone
         loaded = self._closed(self.scenario.executor.max_active_sequences)
         # Where a deadline keeps it from being saturated, that deadline is missed sooner.
-        most = math.inf if loaded is None else _completion_rate(loaded)
+        most = math.inf
+        if loaded is not None:
+            # The rate searched for is of all arrivals, also of those that no card can serve.
+            most = _completion_rate(loaded) / max(float((loaded.admitted_ns >= 0).mean()), 1e-9)
         start = 1.0 if loaded is None else most / 3
         guess = hint.rate if hint and hint.rate else start
         rate, missed = critical_rate(self._missed_at, guess, start / _LOW_LOAD, most)

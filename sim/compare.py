@@ -36,22 +36,26 @@ def read_plan(path: Path) -> dict[str, Any]:
         raise InputError(
             where, "", f"{file.name} cannot be read: {reason}", "name the --out folder of a plan"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(where, file.name, f"is not JSON: {error}", "run that plan again") from error
-    if not isinstance(found, dict) or not {"verdicts", "scenario", "cells"} <= found.keys():
+    keys = {"verdicts", "scenario", "cells", "seed", "complete"}
+    if not isinstance(found, dict) or not keys <= found.keys():
         raise InputError(where, file.name, "is not of a plan of this version", "run that plan again")
+    if found["complete"] is not True:
+        raise InputError(where, file.name, "is of a plan that was interrupted", "run that plan again")
+    changes(found, found, where)  # before anything runs: is all there that will be compared?
     return found
 
 
-def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:
+def changes(before: dict[str, Any], now: dict[str, Any], where: str = "--compare") -> list[Change]:
     """Verdicts first, then figures whose intervals do not meet, then settings.
 
     Both are as of :meth:`sim.plan.Plan.to_json`. Raises :class:`InputError` if ``before`` is damaged.
     """
     try:
         return [*_verdicts(before, now), *_figures(before, now), *_settings(before, now)]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError("--compare", FILE, f"is damaged: {error!r}", "run that plan again") from error
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise InputError(where, FILE, f"is damaged ({error!r})", "run that plan again") from error
 
 
 def _verdicts(before: dict[str, Any], now: dict[str, Any]) -> list[Change]:

@@ -31,7 +31,7 @@ from caltrio.observe.records import JOB_SCHEMA, META_KEY, REQUEST_SCHEMA, TABLES
 from caltrio.planspec import SATURATED
 from caltrio.scenario import Scenario
 from caltrio.semantics import EngineSemantics, Preset
-from caltrio.signals import noted
+from caltrio.signals import StoppedError, noted
 from caltrio.workload.requests import Request
 from caltrio.workload.run import Run, about_run
 from caltrio.workload.spec import ArrivalKind, Arrivals, Workload
@@ -313,7 +313,13 @@ def make_plan(
                             plan.stopped_by = note.by
                             break
                         one = evolve(cell_scenario, seed=seed)
-                        runs[limit].append(run_twin(one, requests[load.name, seed]))
+                        try:
+                            runs[limit].append(run_twin(one, requests[load.name, seed]))
+                        except StoppedError as stopped:
+                            plan.stopped_by = stopped.by
+                            break
+                    if plan.stopped_by is not None:
+                        break
                 if plan.stopped_by is not None:
                     break
                 made = list(_cells(hypothesis, load, runs, work))
@@ -385,7 +391,7 @@ def _cells(
             limit,
             load.name,
             values,
-            LoadState.STABLE if load.saturated else states.most_common(1)[0][0],
+            LoadState.STABLE if load.saturated else _mostly(states),
             bound * work.tokens,
             next((text for run in made if (text := _unserved(run))), ""),
             all(run.summary.tpot.trusted(99) and run.summary.ttft.trusted(99) for run in made),
@@ -402,6 +408,11 @@ def _cells(
                 ),
             )
         yield cell
+
+
+def _mostly(states: Counter[LoadState]) -> LoadState:
+    """That of most replications; of as many, the worse."""
+    return max(states, key=lambda state: (states[state], list(LoadState).index(state)))
 
 
 def _ends(facts: RequestFacts) -> NDArray[np.int64]:
@@ -490,7 +501,12 @@ def judge(bases: Sequence[Cell], cells: Sequence[Cell]) -> Gate:
         for cell in judged
         if cell.tpot_change is not None and math.isfinite(cell.tpot_change.estimate)
     ]
-    unserved = saturated.unserved or base.unserved
+    lost = [
+        f"{cell.unserved} at {cell.load}"
+        for cell, one in zip(cells, bases, strict=True)
+        if cell.unserved and (cell is saturated or not one.unserved)
+    ]
+    unserved = base.unserved or "; ".join(lost)
     if unserved:
         why = f"not every request was served ({unserved})"
         return Gate(gain, _nothing(), "-", "UNDEFINED", None, why)
@@ -510,6 +526,9 @@ def judge(bases: Sequence[Cell], cells: Sequence[Cell]) -> Gate:
     open_ones = [one.more_runs for one in all_of if one.verdict == "UNDECIDED"]
     more = None if None in open_ones else max((each or 0 for each in open_ones), default=0)
     why = _why(base, saturated, gain, *changes[worst])
+    left_out = [cell.load for cell in cells if cell not in judged]
+    if left_out:
+        why += f"; not judged at {', '.join(left_out)}: one in flight does not keep up there"
     return Gate(gain, changes[worst][0], changes[worst][1], verdict, more, why)
 
 
@@ -522,7 +541,7 @@ def percent(interval: Interval) -> str:
     if math.isnan(interval.estimate):
         return "–"
     width = interval.half_width
-    around = f" ± {100 * width:.1f}" if math.isfinite(width) else ""
+    around = f" ± {100 * width:.1f}" if math.isfinite(width) else " ± ?"
     return f"{100 * interval.estimate:+.1f}{around} %"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from pathlib import Path
+from signal import Signals
 
 import click
 from attrs import evolve
@@ -17,6 +18,7 @@ from caltrio.planspec import SATURATED
 from caltrio.run_output import force_option
 from caltrio.scenario import load_scenario
 from caltrio.scenario_options import scenario_argument, seed_option
+from caltrio.signals import StoppedError, noted
 from caltrio.units import format_ns
 
 from .compare import changes, read_plan
@@ -63,7 +65,13 @@ def plan(
     scenario.workload.build(scenario.seed, scenario.base)
     words = ["caltrio", "plan", *([scenario_file.name] if scenario_file else [])]
     command = shlex.join([*words, "--seed", str(scenario.seed)])
-    with output_folder(out, force=force, files=RESULT_FILES), progress() as shown:
+    stopped_by: Signals | None = None
+    since = None
+    with (
+        noted() as note,
+        output_folder(out, force=force, files=RESULT_FILES),
+        progress() as shown,
+    ):
         task = shown.add_task("plan")
 
         def on_progress(done: int, total: int, what: str) -> None:
@@ -71,29 +79,38 @@ def plan(
 
         def say(what: str) -> None:
             shown.update(task, description=what)
+            if note.by is not None:
+                raise StoppedError(note.by)
 
         say("compile the twin (the first time only)")
         made = make_plan(scenario, out, on_progress=on_progress)
-        since = None if earlier is None or not made.complete else changes(earlier, made.to_json())
+        stopped_by = made.stopped_by
         if made.complete:
-            unknowns = sensitivity(made, say)
-            if unknowns is not None:
-                text = sensitivity_json(unknowns)
-                (out / "sensitivity.json").write_text(text + "\n", encoding="utf-8")
-            write_report(
-                made, unknowns, out, command=command, changes=since,
-                compared_with=str(compare), on_progress=say,
-            )  # fmt: skip
+            since = None if earlier is None else changes(earlier, made.to_json())
+            try:
+                unknowns = sensitivity(made, say)
+                if unknowns is not None:
+                    text = sensitivity_json(unknowns)
+                    (out / "sensitivity.json").write_text(text + "\n", encoding="utf-8")
+                write_report(
+                    made, unknowns, out, command=command, changes=since,
+                    compared_with=str(compare), on_progress=say,
+                )  # fmt: skip
+            except StoppedError as stopped:
+                stopped_by = stopped.by
+    if stopped_by is not None:
+        kept = "the runs that had ended are kept in plan.parquet, without a report"
+        return after_signal("plan", stopped_by, kept)
     if as_json:
         facts = made.to_json()
         if since is not None:
             facts["changes"] = [[one.what, one.before, one.now] for one in since]
         print_json(facts)
-    elif made.complete:
+    else:
         _print_plan(made, out)
         if since is not None:
             console().print(f"{len(since)} changes since {escape(str(compare))}: see the report")
-    return after_signal("plan", made.stopped_by, "the runs that had ended are kept in plan.parquet")
+    return 0
 
 
 def _print_plan(made: Plan, out: Path) -> None:
@@ -130,6 +147,8 @@ def _print_plan(made: Plan, out: Path) -> None:
     for (name, limit), gate in made.gates.items():
         more = f" (about {gate.more_runs:,} more runs would settle it)" if gate.more_runs else ""
         screen.print(f"{name}, {limit} in flight: {gate.verdict}{more}: {gate.why}", markup=False)
+    for reason in sorted({cell.executor_because for cell in made.cells if cell.executor_because}):
+        screen.print(f"Run by the executor, since the twin does not cover it: {reason}.", markup=False)
     loads = ", ".join(
         load.name if load.rate is None else f"{load.name} = {load.rate:g} requests/s"
         for load in made.loads

@@ -109,6 +109,7 @@ def write_report(
         figures={name: _data_uri(path) for name, path in figures.items()},
         rows=_rows(plan),
         no_slots=_no_slots(plan),
+        executor_because=sorted({c.executor_because for c in plan.cells if c.executor_because}),
         unstable=[
             f"{cell.hypothesis}, {cell.max_inflight} in flight at {cell.load}: {cell.state.value}"
             for cell in plan.cells

@@ -31,7 +31,7 @@ from attrs import evolve, frozen
 from caltrio.errors import CaltrioError, InputError
 from caltrio.observe.records import META_KEY
 from caltrio.scenario import Scenario
-from caltrio.signals import Stop, stoppable
+from caltrio.signals import Stop, StoppedError, stoppable
 
 from .fast import run_twin
 from .sweep_design import VERSION, Sweep
@@ -56,6 +56,8 @@ def run_point(scenario: Scenario, seed: int) -> dict[str, Any]:
     """
     try:
         run = run_twin(evolve(scenario, seed=seed))
+    except StoppedError as stopped:
+        raise SweepFailed(f"a worker was told to stop by {stopped.by.name}") from stopped
     except OverflowError:
         return {"status": "failed", "reason": "a time is beyond 292 years", "metrics": {}}
     metrics: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from .kernel import advance, enter, inlined, next_ns, request_at, rule
 from .machine import *
 from .queues import pointer
 from .tables import request_facts
-from .twin import WHY_NOT, build, cost_table
+from .twin import WHY_NOT, build, checked, cost_table
 
 
 class Router(StrEnum):
@@ -164,6 +164,9 @@ def run_fleet(
     Raises :class:`~caltrio.errors.InputError` if the twin does not cover the scenario.
     """
     workload = scenario.workload
+    requests, router = checked(requests), Router(router)
+    if cards < 1:
+        raise InputError("fleet", "cards", f"is {cards}", "give 1 or more")
     if workload.clients is not None:
         raise InputError("fleet", "arrivals", "are closed: a client has one card", "give a rate")
     memory = np.tile(build(scenario, np.zeros_like(requests)).m, (cards, 1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +32,7 @@ from caltrio.semantics import (
     SlotRelease,
     SubmitWhenFull,
 )
+from caltrio.signals import StoppedError
 from caltrio.workload.requests import Request, stream_seed
 from caltrio.workload.run import about_run
 from caltrio.workload.spec import Sampling
@@ -74,6 +76,18 @@ def cost_table(scenario: Scenario) -> NDArray[np.int64]:
         device_samples=scenario.workload.sampling is Sampling.DEVICE,
     )
     return costs.table
+
+
+def checked(requests: NDArray[Any]) -> NDArray[np.int64]:
+    """``requests`` as int64. Raises :class:`InputError` if they are not as of request_array."""
+    array = np.asarray(requests)
+    if array.ndim != 2 or array.shape[1] != 3 or array.dtype.kind not in "iu":
+        text = f"are {array.dtype} of shape {list(array.shape)}"
+        raise InputError("requests", "", text, "give whole numbers [n, 3]: arrival_ns, prompt, output")
+    array = array.astype(np.int64)
+    if len(array) and (array[0, 0] < 0 or (np.diff(array[:, 0]) < 0).any()):
+        raise InputError("requests", "arrival_ns", "goes back or is negative", "sort them by arrival")
+    return np.ascontiguousarray(array)
 
 
 def not_covered(scenario: Scenario, requests: int) -> str | None:
@@ -193,11 +207,14 @@ def run_twin(
         requests: in the order of their arrivals, as records or as :func:`request_array` makes them.
         tables: make the two tables too. The job table takes some 200 bytes a job.
 
-    Raises ``ValueError`` if the in-flight limit cannot work with the semantics.
+    Raises:
+        ValueError: the in-flight limit cannot work with the semantics.
+        InputError: the array is not one of requests.
+        StoppedError: a signal ended a run that the executor made in the twin's place.
     """
     if requests is None:
         requests = scenario.workload.build(scenario.seed, scenario.base)
-    array = requests if isinstance(requests, np.ndarray) else request_array(requests)
+    array = checked(requests if isinstance(requests, np.ndarray) else request_array(requests))
     no_room = not_covered(scenario, len(array))
     if no_room is not None:
         return _by_executor(scenario, array, no_room, tables=tables)
@@ -236,6 +253,8 @@ def _by_executor(
 ) -> TwinRun:
     requests = [Request(index, *row) for index, row in enumerate(array.tolist())]
     run = simulate(scenario, requests=requests)
+    if run.stopped_by is not None:
+        raise StoppedError(run.stopped_by)
     facts = metrics.request_facts(run.requests)
     if not tables:
         return TwinRun(facts, run.summary, executor_because=why_not)

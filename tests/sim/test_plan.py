@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,13 @@ from caltrio.errors import InputError
 from caltrio.planspec import PlanSpec
 from caltrio.scenario import Scenario, scenario_from
 from caltrio.semantics import PRESETS
+from caltrio.signals import StoppedError
 from caltrio.timing import Distribution, Jitter
 from caltrio.workload.spec import Arrivals, Lengths, Workload
 from sim import plan as plan_module
 from sim.bounds import demand, most_requests_per_s
 from sim.compare import changes, read_plan
-from sim.fast import request_array, run_twin
+from sim.fast import request_array, run_fleet, run_twin
 from sim.plan import TwinDiffersError, judge, make_plan
 from sim.report import sensitivity, write_report
 from sim.sensitivity import SEQUENCES, Swing, break_even, gain, tornado
@@ -169,14 +171,16 @@ def test_what_changed(tmp_path):
         (None, "cannot be read"),
         ("{", "is not JSON"),
         ("[]", "is not of a plan of this version"),
-        ('{"verdicts": 3, "scenario": {}, "cells": []}', "is damaged"),
+        (f"{'[' * 5000}", "is not JSON"),
+        ('{"verdicts": [], "scenario": {}, "cells": [], "seed": 0, "complete": false}', "interrupted"),
+        ('{"verdicts": 3, "scenario": {}, "cells": [], "seed": 0, "complete": true}', "is damaged"),
     ],
 )
 def test_an_earlier_plan_that_is_none(tmp_path, content, text):
     if content is not None:
         (tmp_path / "plan.json").write_text(content, encoding="utf-8")
     with pytest.raises(InputError, match=text):
-        changes(read_plan(tmp_path), {"verdicts": [], "scenario": {}, "cells": [], "seed": 0})
+        read_plan(tmp_path)
 
 
 SMALL = """schema = 1
@@ -308,3 +312,44 @@ def test_hypotheses_of_a_file():
     plan = scenario_from(data, "x", Path()).plan
     assert plan.hypothesis("mine").semantics == evolve(PRESETS["serial"].semantics, engines=3)
     assert plan.hypothesis("mine").meaning == "As serial, with engines = 3."
+
+
+def test_requests_lost_where_one_in_flight_loses_none_are_no_pass(tmp_path):
+    plan = make_plan(BASE, tmp_path)
+    bases = [plan.cell("die-pipelined", 1, load.name) for load in plan.loads]
+    cells = [plan.cell("die-pipelined", 2, load.name) for load in plan.loads]
+    lost = judge(bases, [evolve(cells[0], unserved="3 refused"), cells[1]])
+    assert lost.verdict == "UNDEFINED"
+    assert "3 refused at 50 %" in lost.why
+    neither = judge([evolve(bases[0], unserved="3 refused"), bases[1]], cells)
+    assert neither.verdict == judge(bases, cells).verdict
+    assert "not judged at 50 %" in neither.why
+
+
+def test_a_run_of_the_executor_that_was_stopped_is_no_result(tmp_path, monkeypatch):
+    def stopped(scenario, requests=None, **options):
+        raise StoppedError(signal.SIGTERM)
+
+    monkeypatch.setattr(plan_module, "run_twin", stopped)
+    plan = make_plan(BASE, tmp_path)
+    assert plan.stopped_by is signal.SIGTERM
+    assert not json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))["complete"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        ([[5, 1, 1], [0, 1, 1]], "goes back"),
+        ([[-1, 1, 1]], "is negative"),
+        ([[0, 1]], "give whole numbers"),
+        ([[0.5, 1, 1]], "give whole numbers"),
+        ([0, 1, 1], "give whole numbers"),
+    ],
+)
+def test_an_array_that_is_no_requests(rows, text):
+    scenario = evolve(BASE, workload=Workload(arrivals=Arrivals("constant", rate=1.0)))
+    for run in (run_twin, lambda scenario, requests: run_fleet(scenario, requests, 2)):
+        with pytest.raises(InputError, match=text):
+            run(scenario, np.array(rows))
+    with pytest.raises(InputError, match="cards: is 0"):
+        run_fleet(scenario, np.array([[0, 1, 1]]), 0)
