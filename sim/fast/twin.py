@@ -78,14 +78,17 @@ def cost_table(scenario: Scenario) -> NDArray[np.int64]:
     return costs.table
 
 
-def checked(requests: NDArray[Any]) -> NDArray[np.int64]:
-    """``requests`` as int64. Raises :class:`InputError` if they are not as of request_array."""
+def checked(requests: NDArray[Any], *, ordered: bool = True) -> NDArray[np.int64]:
+    """``requests`` as int64. Raises :class:`InputError` if they are not as of request_array.
+
+    ``ordered``: their arrivals count, and do not go back. A closed loop does not look at them.
+    """
     array = np.asarray(requests)
     if array.ndim != 2 or array.shape[1] != 3 or array.dtype.kind not in "iu":
         text = f"are {array.dtype} of shape {list(array.shape)}"
         raise InputError("requests", "", text, "give whole numbers [n, 3]: arrival_ns, prompt, output")
     array = array.astype(np.int64)
-    if len(array) and (array[0, 0] < 0 or (np.diff(array[:, 0]) < 0).any()):
+    if ordered and len(array) and (array[0, 0] < 0 or (np.diff(array[:, 0]) < 0).any()):
         raise InputError("requests", "arrival_ns", "goes back or is negative", "sort them by arrival")
     return np.ascontiguousarray(array)
 
@@ -214,7 +217,8 @@ def run_twin(
     """
     if requests is None:
         requests = scenario.workload.build(scenario.seed, scenario.base)
-    array = checked(requests if isinstance(requests, np.ndarray) else request_array(requests))
+    array = requests if isinstance(requests, np.ndarray) else request_array(requests)
+    array = checked(array, ordered=scenario.workload.clients is None)
     no_room = not_covered(scenario, len(array))
     if no_room is not None:
         return _by_executor(scenario, array, no_room, tables=tables)
