@@ -106,7 +106,7 @@ def million(requests: int) -> None:
 @click.command()
 @click.option("--trace", type=click.Path(path_type=Path), help="A request trace.")
 @click.option("--steps", default=4_000_000, show_default=True)
-@click.option("--rounds", default=4, show_default=True)
+@click.option("--rounds", default=12, show_default=True)
 @click.option("--million", "count", type=int, hidden=True)
 def main(trace: Path | None, steps: int, rounds: int, count: int | None) -> None:
     """Print steps per second of the twin, and how many times the executor's that is."""
@@ -140,7 +140,7 @@ def main(trace: Path | None, steps: int, rounds: int, count: int | None) -> None
             plain, jittered = (
                 max(
                     twin_rate(scenario(preset, sequences, jitter=jitter), repeated(once, steps // 4))
-                    for _ in range(rounds - 1)
+                    for _ in range(max(rounds // 4, 1))
                 )
                 for jitter in (False, True)
             )
