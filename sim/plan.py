@@ -583,7 +583,7 @@ def _checked(scenario: Scenario, hypothesis: Preset, limit: int, plan: Plan) -> 
     assert twin.jobs is not None
     assert twin.requests is not None
     same = [
-        digest(dict(zip(TABLES, map(_whole, tables), strict=True)), {})
+        digest(dict(zip(TABLES, tables, strict=True)), {})
         for tables in ((run.jobs, run.requests), (twin.jobs, twin.requests))
     ]
     if same[0] != same[1]:
@@ -594,10 +594,6 @@ def _checked(scenario: Scenario, hypothesis: Preset, limit: int, plan: Plan) -> 
     plan.samples[hypothesis.name, limit] = run
     plan.checked_jobs += run.jobs.num_rows
     return run
-
-
-def _whole(table: Any) -> pa.Table:
-    return table.select(table.schema.names) if isinstance(table, pa.Table) else table
 
 
 # --- files ---
@@ -626,7 +622,7 @@ def _write(plan: Plan, rows: list[dict[str, Any]], folder: Path) -> None:
             (TABLES[0], run.jobs, JOB_SCHEMA),
             (TABLES[1], run.requests, REQUEST_SCHEMA),
         ):
-            wide = _whole(part).select(schema.names)
+            wide = part.select(schema.names)
             wide = wide.add_column(0, "max_inflight", pa.array([limit] * wide.num_rows, pa.int32()))
             parts[kind].append(
                 wide.add_column(0, "hypothesis", pa.array([name] * wide.num_rows, pa.string()))
